@@ -4,16 +4,15 @@ import os
 import shlex
 import subprocess
 import sys
+from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from ft_ckpt.cli import views
-from ft_ckpt.cli.options import JsonOption, print_lines
+from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, listing
 from ft_ckpt.storage.local_store import temporary_store
 from ft_ckpt.storage.place import open_place
@@ -21,12 +20,6 @@ from ft_ckpt.storage.scratch import spool_file
 from ft_ckpt.training.triggers import END, VARIABLE, Rehearsal, Step, read_steps
 
 _TAIL_LINES = 30  # of the output of a script that failed
-
-_Steps = Annotated[int, typer.Option(min=2, help="Steps to run.")]
-_At = Annotated[int | None, typer.Option("--stop", min=1, help="Step after which it is stopped; else half of them.")]
-_Nproc = Annotated[int, typer.Option(min=1, help="Processes, launched by torchrun.")]
-_Launch = Annotated[str | None, typer.Option(help='What launches it, as in "accelerate launch --config_file FILE".')]
-_Scratch = Annotated[str | None, typer.Option(help="Folder for three checkpoints or more; else the system's for such.")]
 
 
 @dataclass(frozen=True)
@@ -65,27 +58,37 @@ class Finding:
         return self.first_difference is None and not self.different
 
 
-def check_resume(
-    context: typer.Context,
-    steps: _Steps = 10,
-    stop: _At = None,
-    nproc: _Nproc = 1,
-    launch: _Launch = None,
-    scratch: _Scratch = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Run SCRIPT for some steps, then again with a stop and a resume half-way; exit code 1 if that made a difference.
+def add_check_resume(parser: ArgumentParser) -> None:
+    parser.add_argument("script", metavar="SCRIPT", help="Training script; a path.")
+    parser.add_argument("arguments", metavar="ARGS", nargs=REMAINDER, help="Arguments of the script.")
+    parser.add_argument(
+        "--steps", type=bounded(int, 2), default=10, metavar="N", help="Steps to run, 2 or more (default: 10)."
+    )
+    parser.add_argument("--stop", type=bounded(int, 1), metavar="N", help="Step to stop after; else half of the steps.")
+    parser.add_argument(
+        "--nproc", type=bounded(int, 1), default=1, metavar="N", help="Processes, launched by torchrun (default: 1)."
+    )
+    parser.add_argument("--launch", metavar="COMMAND", help='Launcher, as in "accelerate launch --config_file FILE".')
+    parser.add_argument(
+        "--scratch", metavar="FOLDER", help="Folder for three or more checkpoints; else the system's temporary folder."
+    )
+    add_json(parser)
+    parser.set_defaults(run=_check_resume)
 
-    Options come before SCRIPT; what follows it is the script's. It makes a CheckpointSaver, calls resume() before its
-    loop and step(metrics) in it. Checkpoints go to a scratch folder, whatever its saver says.
+
+def _check_resume(options: Namespace) -> int:
+    """Run SCRIPT for some steps, then again with a stop and a resume half-way; exit code 1 if that made a difference.
+    Options come before SCRIPT; those after it are the script's. The script makes a CheckpointSaver, calls resume()
+    before its loop and step(metrics) in it. Checkpoints go to a scratch folder, not to the saver's directory.
     """
+    steps, stop = options.steps, options.stop
     if stop is not None and stop >= steps:
         raise ConfigError(f"check-resume: --stop {stop}: expected less than --steps {steps}")
-    command = _launch_command(context.args, nproc, launch)
-    with temporary_store(scratch, "ft_ckpt-rehearsal-") as room:
+    command = _launch_command([options.script, *options.arguments], options.nproc, options.launch)
+    with temporary_store(options.scratch, "ft_ckpt-rehearsal-") as room:
         found = rehearse_script(command, room.folder.absolute(), steps, stop or steps // 2)
-    _show_finding(found, as_json=as_json)
-    sys.exit(0 if found.is_equal else 1)
+    _show_finding(found, as_json=options.as_json)
+    return 0 if found.is_equal else 1
 
 
 def rehearse_script(command: Sequence[str], room: Path, steps: int, stop: int) -> Finding:
@@ -111,10 +114,9 @@ def rehearse_script(command: Sequence[str], room: Path, steps: int, stop: int) -
 
 
 def _launch_command(words: Sequence[str], nproc: int, launch: str | None) -> list[str]:
-    if not words or not open_place(words[0]).is_object:
-        given = words[0] if words else "nothing"
+    if not open_place(words[0]).is_object:
         raise ConfigError(
-            f"check-resume: {given}: no such file, expected [OPTIONS] SCRIPT [ARGS]; see `ft-ckpt check-resume --help`"
+            f"check-resume: {words[0]}: no such file, expected a SCRIPT; see `ft-ckpt check-resume --help`"
         )
     if launch and nproc > 1:
         raise ConfigError("check-resume: --launch and --nproc: expected one of them; the launcher has its own option")

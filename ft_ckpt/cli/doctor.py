@@ -1,15 +1,13 @@
 """`ft-ckpt doctor PATH|URL`: what a place supports, how fast it is, and what saves do instead."""
 
 import dataclasses
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated
-
-import typer
 
 from ft_ckpt.cli import views
-from ft_ckpt.cli.options import JsonOption, given_words, print_lines
+from ft_ckpt.cli.options import add_json, print_lines
 from ft_ckpt.config import human_size, parse_size
 from ft_ckpt.errors import CheckpointError, TargetError
 from ft_ckpt.storage.local_store import LocalStore
@@ -41,7 +39,6 @@ _INSTEAD = {  # what ft_ckpt does where an ability is missing
     "copies by the service": "files that do not change are sent anew with each checkpoint",
     "the clock": "times are taken from the store alone",
 }
-_Size = Annotated[str, typer.Option(help='What is written and read for the speed, as in "256MB".')]
 
 
 @dataclass(frozen=True)
@@ -62,18 +59,23 @@ class PlaceReport:
         return (*((self.mount.warning,) if self.mount is not None and self.mount.is_bucket else ()), *found)
 
 
-def doctor_command(context: typer.Context, size: _Size = "64MB", as_json: JsonOption = False) -> None:
-    """Try what saves rely on in the folder or bucket PLACE, and how fast it is; exit code 1 where they are not safe.
+def add_doctor(parser: ArgumentParser) -> None:
+    parser.add_argument("place", metavar="PLACE", help="Folder, or URL of a bucket.")
+    parser.add_argument("--size", default="64MB", help="Bytes to write and read for the speed (default: 64MB).")
+    add_json(parser)
+    parser.set_defaults(run=_doctor)
 
-    All of it is done under a hidden name, which is gone afterwards.
+
+def _doctor(options: Namespace) -> int:
+    """Test the folder or bucket PLACE for everything that saves rely on, and its speed; exit code 1 if saves are not
+    safe there. All files have a hidden name and are deleted afterwards.
     """
-    (word,) = given_words(context, "PLACE")
-    report = examine_place(word, parse_size(size))
-    if as_json:
+    report = examine_place(options.place, parse_size(options.size))
+    if options.as_json:
         views.print_json({**dataclasses.asdict(report), "dangers": list(report.dangers), "safe": not report.dangers})
     else:
         _show_place(report)
-    raise typer.Exit(1 if report.dangers else 0)
+    return 1 if report.dangers else 0
 
 
 def examine_place(location: str, size_bytes: int) -> PlaceReport:

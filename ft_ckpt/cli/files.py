@@ -1,71 +1,62 @@
 """The commands `convert`, `average`, `merge` and `diff`, and the part of `show` that describes files."""
 
+import ctypes
 import dataclasses
-from collections.abc import Iterator
-from contextlib import closing
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+import math
+from argparse import ArgumentParser, Namespace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
+from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.cli import views
-from ft_ckpt.cli.options import (
-    DtypeOption,
-    ForceOption,
-    FormatOption,
-    JsonOption,
-    ShardOption,
-    VerifyOption,
-    given_paths,
-    print_lines,
-)
+from ft_ckpt.cli.options import add_force, add_json, print_lines
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import TargetError
+from ft_ckpt.formats.registry import written_formats
 from ft_ckpt.storage.place import Place, open_place
 
 if TYPE_CHECKING:
     from ft_ckpt.formats.layout import Spec
     from ft_ckpt.model.convert import ConvertReport
-
-import math
-import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
     from ft_ckpt.model.diff import Difference
 
-import ctypes
-from contextlib import suppress
-
-from ft_ckpt.cli.options import several_paths
-
-_Map = Annotated[str | None, typer.Option("--map", help='File of lines "old new", or JSON; * at the end of both.')]
-_Shards = Annotated[str | None, typer.Option(help='File of lines "pattern shard": TensorFlow checkpoints.')]
 _HERE = "\0"  # key of the tensor itself among what its name leads to
 
 
-def convert_command(
-    context: typer.Context,
-    format: FormatOption = None,  # noqa: A002
-    dtype: DtypeOption = None,
-    names: _Map = None,
-    max_shard_size: ShardOption = None,
-    shards: _Shards = None,
-    verify: VerifyOption = False,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Write the weights of SRC to DST in another format; DST is a file with its format's suffix, or a folder."""
-    source, target = given_paths(context, "SRC", "DST")
-    refuse_existing(target, force)
-    from ft_ckpt.model.convert import convert as run
+def _add_output_options(parser: ArgumentParser) -> None:
+    formats = ", ".join(known.name for known in written_formats())
+    parser.add_argument("--format", help=f"One of {formats}; else by suffix.")
+    parser.add_argument("--dtype", help="Cast floating-point tensors to float64, float32, bfloat16, float16.")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help='Largest weight file of a folder, as in "5GB".')
+    add_force(parser)
+    add_json(parser)
 
-    report = run(
-        source, target, format=format, dtype=dtype, map=names, max_shard_size=max_shard_size, shards=shards,
-        verify=verify, overwrite=force,
+
+def _add_verify(parser: ArgumentParser) -> None:
+    parser.add_argument("--verify", action="store_true", help="Read the result back and compare it, bit for bit.")
+
+
+def add_convert(parser: ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help="File, checkpoint or folder with weights.")
+    parser.add_argument("target", metavar="DST", help="File with its format's suffix, or folder.")
+    parser.add_argument("--map", metavar="FILE", help='File of lines "old new", or JSON; * at the end of both.')
+    parser.add_argument("--shards", metavar="FILE", help='File of lines "pattern shard": TensorFlow checkpoints.')
+    _add_verify(parser)
+    _add_output_options(parser)
+    parser.set_defaults(run=_convert)
+
+
+def _convert(options: Namespace) -> None:
+    """Write the weights of SRC to DST in another format; DST is a file with its format's suffix, or a folder."""
+    refuse_existing(options.target, options.force)
+    from ft_ckpt.model.convert import convert
+
+    report = convert(
+        options.source, options.target, format=options.format, dtype=options.dtype, map=options.map,
+        max_shard_size=options.max_shard_size, shards=options.shards, verify=options.verify, overwrite=options.force,
     )  # fmt: skip
-    print_conversion(source, report, verify, as_json=as_json)
+    print_conversion(options.source, report, options.verify, as_json=options.as_json)
 
 
 def refuse_existing(target: str, force: bool) -> None:
@@ -99,10 +90,7 @@ def show_file(source: Place, *, as_json: bool) -> None:
         print_lines(f"  {other}")
 
 
-TensorRow = tuple[str, str, str, str]
-
-
-def _tensor_rows(specs: dict[str, "Spec"], ties: dict[str, str]) -> Iterator[TensorRow]:
+def _tensor_rows(specs: dict[str, "Spec"], ties: dict[str, str]) -> Iterator[tuple[str, str, str, str]]:
     """A row for each tensor, indented below what several names begin with."""
     root: dict[str, Any] = {}
     for name in (*specs, *ties):
@@ -116,7 +104,7 @@ def _tensor_rows(specs: dict[str, "Spec"], ties: dict[str, str]) -> Iterator[Ten
 
 def _node_rows(
     node: dict[str, Any], label: str, depth: int, specs: dict[str, "Spec"], ties: dict[str, str]
-) -> Iterator[TensorRow]:
+) -> Iterator[tuple[str, str, str, str]]:
     below = [(step, inner) for step, inner in node.items() if step != _HERE]
     if _HERE not in node and len(below) == 1:
         yield from _node_rows(below[0][1], f"{label}.{below[0][0]}", depth, specs, ties)
@@ -148,17 +136,24 @@ def print_conversion(source: str, report: "ConvertReport", verified: bool, *, as
         print_lines(f"  {len(report.skipped)} left out: {shown}")
 
 
-_Top = Annotated[int, typer.Option(help="Layers, and tensors, to list; 0 for all.")]
 _HEADS = ("changed", "largest", "mean", "relative")
 
 
-def diff_command(context: typer.Context, top: _Top = 20, as_json: JsonOption = False) -> None:
-    """Compare the files, checkpoints or folders A and B: what changed, by how much, in which layers, and which settings
-    that change the output differ.
+def add_diff(parser: ArgumentParser) -> None:
+    parser.add_argument("one", metavar="A", help="File, checkpoint or folder with weights.")
+    parser.add_argument("other", metavar="B", help="Another one.")
+    parser.add_argument(
+        "--top", type=int, default=20, metavar="N", help="Layers, and tensors, to list; 0 for all (default: 20)."
+    )
+    add_json(parser)
+    parser.set_defaults(run=_diff)
 
-    Exit code 1 if they differ.
+
+def _diff(options: Namespace) -> int:
+    """Compare the files, checkpoints or folders A and B: what changed, by how much, in which layers, and which settings
+    that change the output differ. Exit code 1 if they differ.
     """
-    one, other = given_paths(context, "A", "B")
+    one, other, top = options.one, options.other, options.top
     from ft_ckpt.checkpoint.open_checkpoint import hold_open
     from ft_ckpt.model.convert import open_source
     from ft_ckpt.model.diff import by_layer, compare_files, compare_settings
@@ -168,15 +163,16 @@ def diff_command(context: typer.Context, top: _Top = 20, as_json: JsonOption = F
         opened = [stack.enter_context(closing(open_source(place))) for place in places]
         tensors, settings = compare_files(*opened), compare_settings(*opened)
     layers, most = by_layer(tensors), top if top > 0 else None
-    counts = {status: [each.status for each in tensors].count(status) for status in _found_statuses(tensors)}
-    if as_json:
+    counts = Counter(each.status for each in tensors)
+    differ = bool(settings) or any(each.changed for each in tensors)
+    if options.as_json:
         found = {
             "tensors": list(map(_difference_json, tensors[:most])),
             "layers": list(map(_difference_json, layers[:most])),
         }
         found["settings"] = [{"name": name, "a": before, "b": after} for name, before, after in settings]
         views.print_json({"a": one, "b": other, "counts": counts, **found})
-        sys.exit(1 if settings or any(each.changed for each in tensors) else 0)
+        return 1 if differ else 0
     print_lines(
         f"{one} -> {other}: {', '.join(f'{count} {status}' for status, count in counts.items()) or 'no tensors'}"
     )
@@ -184,11 +180,7 @@ def diff_command(context: typer.Context, top: _Top = 20, as_json: JsonOption = F
         print_lines(f"{name}: {before} -> {after}")
     _print_differences(("layer", "tensors", *_HEADS[1:]), layers, most)
     _print_differences(("tensor", *_HEADS), tensors, most)
-    sys.exit(1 if settings or any(each.changed for each in tensors) else 0)
-
-
-def _found_statuses(tensors: Sequence["Difference"]) -> list[str]:
-    return list(dict.fromkeys(each.status for each in tensors))
+    return 1 if differ else 0
 
 
 def _print_differences(heads: tuple[str, ...], found: Sequence["Difference"], most: int | None) -> None:
@@ -243,43 +235,39 @@ def _difference_json(each: "Difference") -> dict[str, Any]:
     }
 
 
-_Base = Annotated[str | None, typer.Option(help="Folder of the base; else the one the adapter names, if it is here.")]
-_Adapters = Annotated[list[str] | None, typer.Option("--adapter", help="One of several, by name; may be repeated.")]
-_Weights = Annotated[str | None, typer.Option(help='A number for each adapter, as in "0.7,0.3".')]
-_Check = Annotated[bool, typer.Option("--check", help="Compare the logits of both models before OUT is committed.")]
-_AnyBase = Annotated[bool, typer.Option("--any-base", help="Do not compare the base with the one trained on.")]
-_Dequantize = Annotated[bool, typer.Option("--dequantize", help="Merge into a quantised base as it is, dequantised.")]
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # settings of glibc's allocator
 _KEPT_BYTES = 1 << 30
 
 
-def merge_command(
-    context: typer.Context,
-    base: _Base = None,
-    adapters: _Adapters = None,
-    weights: _Weights = None,
-    format: FormatOption = None,  # noqa: A002
-    dtype: DtypeOption = None,
-    max_shard_size: ShardOption = None,
-    check: _Check = False,
-    any_base: _AnyBase = False,
-    dequantize: _Dequantize = False,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
+def add_merge(parser: ArgumentParser) -> None:
+    parser.add_argument("source", metavar="ADAPTER", help="Adapter, or checkpoint with one.")
+    parser.add_argument("target", metavar="OUT", help="Folder to write.")
+    parser.add_argument("--base", help="Folder of the base; else the one the adapter names, if it is here.")
+    parser.add_argument("--adapter", action="append", metavar="NAME", help="One of several, by name; may be repeated.")
+    parser.add_argument("--weights", help='A number for each adapter, as in "0.7,0.3".')
+    parser.add_argument(
+        "--check", action="store_true", help="Compare the logits of both models before OUT is committed."
+    )
+    parser.add_argument("--any-base", action="store_true", help="Do not compare the base with the one trained on.")
+    parser.add_argument("--dequantize", action="store_true", help="Merge into a quantised base as it is, dequantised.")
+    _add_output_options(parser)
+    parser.set_defaults(run=_merge)
+
+
+def _merge(options: Namespace) -> None:
     """Write the base with ADAPTER merged into it to the folder OUT, layer by layer: in float32, rounded once."""
-    source, target = given_paths(context, "ADAPTER", "OUT")
-    refuse_existing(target, force)
+    refuse_existing(options.target, options.force)
     _keep_freed_memory()
     from ft_ckpt.model.average import parse_weights
     from ft_ckpt.saving.merge_files import merge
 
     report = merge(
-        source, target, base=base, adapters=adapters or None, weights=parse_weights(weights), format=format,
-        dtype=dtype, max_shard_size=max_shard_size, check="logits" if check else None, check_base=not any_base,
-        dequantize=dequantize, overwrite=force,
+        options.source, options.target, base=options.base, adapters=options.adapter,
+        weights=parse_weights(options.weights), format=options.format, dtype=options.dtype,
+        max_shard_size=options.max_shard_size, check="logits" if options.check else None,
+        check_base=not options.any_base, dequantize=options.dequantize, overwrite=options.force,
     )  # fmt: skip
-    print_conversion(source, report, False, as_json=as_json)
+    print_conversion(options.source, report, False, as_json=options.as_json)
 
 
 def _keep_freed_memory() -> None:
@@ -293,30 +281,24 @@ def _keep_freed_memory() -> None:
             libc.mallopt(setting, _KEPT_BYTES)
 
 
-_AverageWeights = Annotated[
-    str | None, typer.Option(help='A number for each source, as in "1,2,1"; else all count alike.')
-]
-_Last = Annotated[int | None, typer.Option(help="Of one RUN, its so many newest valid checkpoints.")]
+def add_average(parser: ArgumentParser) -> None:
+    parser.add_argument("sources", metavar="A", nargs="+", help="Checkpoints; with --last, the folder of one run.")
+    parser.add_argument("target", metavar="OUT", help="File or folder to write.")
+    parser.add_argument("--weights", help='A number for each source, as in "1,2,1"; else all count alike.')
+    parser.add_argument("--last", type=int, metavar="N", help="Of one RUN, its N newest valid checkpoints.")
+    _add_verify(parser)
+    _add_output_options(parser)
+    parser.set_defaults(run=_average)
 
 
-def average_command(
-    context: typer.Context,
-    weights: _AverageWeights = None,
-    last: _Last = None,
-    format: FormatOption = None,  # noqa: A002
-    dtype: DtypeOption = None,
-    max_shard_size: ShardOption = None,
-    verify: VerifyOption = False,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
+def _average(options: Namespace) -> None:
     """Write the average of the checkpoints A, B, ... to OUT: in float32, rounded once; of adapters factor by factor."""
-    *sources, target = several_paths(context, "A B ... OUT" if last is None else "RUN OUT")
-    refuse_existing(target, force)
+    refuse_existing(options.target, options.force)
     from ft_ckpt.model.average import average, parse_weights
 
     report = average(
-        sources, target, weights=parse_weights(weights), last=last, format=format, dtype=dtype,
-        max_shard_size=max_shard_size, verify=verify, overwrite=force,
+        options.sources, options.target, weights=parse_weights(options.weights), last=options.last,
+        format=options.format, dtype=options.dtype, max_shard_size=options.max_shard_size, verify=options.verify,
+        overwrite=options.force,
     )  # fmt: skip
-    print_conversion(", ".join(sources), report, verify, as_json=as_json)
+    print_conversion(", ".join(options.sources), report, options.verify, as_json=options.as_json)

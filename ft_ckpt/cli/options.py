@@ -1,78 +1,47 @@
-"""Options and arguments that several commands share; the streams that they print to."""
+"""Options that several commands share; the streams that they print to."""
 
 import codecs
 import io
+import math
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated, TextIO
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO
 
-import typer
-
-from ft_ckpt.checkpoint import catalog
-from ft_ckpt.checkpoint.catalog import CheckpointInfo
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.errors import ConfigError, NotACheckpointError, TargetError
-from ft_ckpt.formats.registry import written_formats
+from ft_ckpt.errors import TargetError
 from ft_ckpt.messages import printable
-from ft_ckpt.storage.place import Place, open_place
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_FORMATS = ", ".join(known.name for known in written_formats())
-FormatOption = Annotated[str | None, typer.Option(help=f"Of {_FORMATS}; else by suffix.")]
-DtypeOption = Annotated[
-    str | None, typer.Option(help="Cast floating-point tensors to float64, float32, bfloat16, float16.")
-]
-ShardOption = Annotated[str | None, typer.Option(help='Largest weight file of a folder, as in "5GB".')]
-VerifyOption = Annotated[bool, typer.Option("--verify", help="Read the result back and compare it, bit for bit.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is there already.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 
 
-def given_words(context: typer.Context, *expected: str) -> list[str]:
-    """The words that are no options, one for each `expected` name. Raises ConfigError for another number of them."""
-    if len(context.args) != len(expected):
-        given, command = " ".join(context.args) or "nothing", context.info_name
-        raise ConfigError(f"{command}: {given} given, expected {' '.join(expected)}; see `ft-ckpt {command} --help`")
-    return list(context.args)
+def add_json(parser: ArgumentParser) -> None:
+    """Declare --json, as `as_json`."""
+    parser.add_argument("--json", action="store_true", dest="as_json", help="Print JSON.")
 
 
-def given_paths(context: typer.Context, *expected: str) -> list[str]:
-    """The paths and URLs that are given, one for each `expected` name. Raises ConfigError for what is neither."""
-    for word in given_words(context, *expected):
-        open_place(word)
-    return list(context.args)
+def add_force(parser: ArgumentParser) -> None:
+    """Declare --force."""
+    parser.add_argument("--force", action="store_true", help="Replace what is there already.")
 
 
-def several_paths(context: typer.Context, expected: str) -> list[str]:
-    """The words that are no options, two or more of them. Raises ConfigError for fewer."""
-    if len(context.args) < 2:
-        given, command = " ".join(context.args) or "nothing", context.info_name
-        raise ConfigError(f"{command}: {given} given, expected {expected}; see `ft-ckpt {command} --help`")
-    return given_paths(context, *context.args)
+def add_dry_run(parser: ArgumentParser) -> None:
+    """Declare --dry-run."""
+    parser.add_argument("--dry-run", action="store_true", help="Print what would be done, and do nothing.")
 
 
-def only_place(context: typer.Context, expected: str = "PATH") -> Place:
-    """What the one path or URL given leads to. Raises ConfigError for none or several, and for what is neither."""
-    return open_place(given_words(context, expected)[0])
+def bounded(kind: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], float]:
+    """The argument type of a number from `least` to `most`."""
 
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            value = kind(text)
+            if least <= value <= most:
+                return value
+        upper = "" if math.isinf(most) else f" to {most:g}"
+        raise ArgumentTypeError(f"{text}: expected a number from {least:g}{upper}")
 
-def run_checkpoints_in(run: Place) -> list[CheckpointInfo]:
-    """The checkpoints of a run. Raises NotACheckpointError when the folder is a checkpoint itself."""
-    infos = catalog.run_checkpoints(run)
-    if not infos and run.folder.stat(MANIFEST_NAME) is not None:
-        raise NotACheckpointError(f"{run}: a checkpoint, expected the folder of a run; `ft-ckpt show` shows one")
-    return infos
-
-
-def run_folder(context: typer.Context) -> Place:
-    """The one folder given, of a run. Raises NotACheckpointError when it is not there."""
-    run = only_place(context, "RUN")
-    if not run.is_folder:
-        raise NotACheckpointError(f"{run}: no such folder; give one that holds checkpoints")
-    return run
+    return parse
 
 
 # Control characters, in undecodable bytes too; line separators; marks of direction.

@@ -1,37 +1,36 @@
 """`ft-ckpt plan`: time, disk space and lost work of different save intervals, as a table or a chart."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from ft_ckpt.errors import ConfigError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 import math
 import os
 import secrets
 import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated, Any
-
-import typer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.checkpoint import catalog
 from ft_ckpt.checkpoint.checks import stored_bytes
 from ft_ckpt.cli import views
-from ft_ckpt.cli.options import JsonOption, print_lines
+from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.config import human_size, parse_size
-from ft_ckpt.errors import NotACheckpointError
+from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.schedule import bounded_interval, expected_overhead, optimal_interval, parse_seconds
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _SUFFIXES = (".png", ".svg", ".pdf")
 _PLOT_SPREAD = 20  # the curve reaches from the optimum divided by this to the optimum times this
 _POINTS = 200
+_SAMPLE_BYTES = 256 << 20
+_CHUNK_BYTES = 8 << 20
+_SPREAD = 12  # the table reaches from the optimum divided by this to the optimum times this
+_ROUND = (1, 2, 5)
 
 
 def new_figure(inches: tuple[float, float]) -> "Figure":
@@ -69,25 +68,6 @@ def draw_costs(
     figure.savefig(path, dpi=120)
 
 
-_SAMPLE_BYTES = 256 << 20
-_CHUNK_BYTES = 8 << 20
-_SPREAD = 12  # the table reaches from the optimum divided by this to the optimum times this
-_ROUND = (1, 2, 5)
-
-_Size = Annotated[str | None, typer.Option(help='Size of a checkpoint, as in "2.5GB"; else that of FOLDER.')]
-_Step = Annotated[str | None, typer.Option(help='Time of a training step, as in "1.2" (seconds) or "2min".')]
-_Save = Annotated[
-    str | None, typer.Option(help="Time a save keeps the run from training; else measured by writing here.")
-]
-_Mtbf = Annotated[str | None, typer.Option(help='Mean time between failures of one node, as in "30d".')]
-_Nodes = Annotated[int, typer.Option(min=1, help="Nodes of the run; each failure of any stops it.")]
-_Restart = Annotated[str, typer.Option(help="Time from a failure to the first new step.")]
-_Last = Annotated[int | None, typer.Option("--last", "--keep-last", min=1, help="Checkpoints kept; else all.")]
-_Hours = Annotated[float, typer.Option(min=0.01, help="Length of the run.")]
-_Most = Annotated[float, typer.Option(min=0.001, max=1, help="Fraction of the time that saving may take.")]
-_Plot = Annotated[str | None, typer.Option(help="Draw the cost curve into this .png, .svg or .pdf file.")]
-
-
 @dataclass(frozen=True)
 class PlannedRun:
     """The run that is planned for; `size_bytes` is None when only the save time is known."""
@@ -116,47 +96,69 @@ class IntervalRow:
     optimum: bool
 
 
-def plan_command(
-    context: typer.Context,
-    model_size: _Size = None,
-    step_time: _Step = None,
-    save_time: _Save = None,
-    mtbf: _Mtbf = None,
-    nodes: _Nodes = 1,
-    restart_time: _Restart = "5min",
-    keep_last: _Last = None,
-    hours: _Hours = 24.0,
-    max_overhead: _Most = 0.05,
-    as_json: JsonOption = False,
-    plot: _Plot = None,
-) -> None:
-    """Compare intervals between saves, of a run that fails now and then; FOLDER is a checkpoint or a run like it."""
-    folder = _optional_folder(context)
+def add_plan(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", help="Checkpoint, run or model of the planned size.")
+    parser.add_argument("--model-size", metavar="SIZE", help='Size of a checkpoint, as in "2GB"; else that of FOLDER.')
+    parser.add_argument("--step-time", metavar="TIME", help='Time of a training step, as in "1.2" (seconds) or "2min".')
+    parser.add_argument(
+        "--save-time", metavar="TIME", help="Time that a save delays training; else measured by writing here."
+    )
+    parser.add_argument("--mtbf", metavar="TIME", help='Mean time between failures of one node, as in "30d".')
+    parser.add_argument(
+        "--nodes", type=bounded(int, 1), default=1, metavar="N",
+        help="Nodes of the run; a failure of any of them stops it (default: 1).",
+    )  # fmt: skip
+    parser.add_argument(
+        "--restart-time",
+        default="5min",
+        metavar="TIME",
+        help="Time from a failure to the next step (default: 5min).",
+    )
+    parser.add_argument(
+        "--last", "--keep-last", type=bounded(int, 1), dest="keep_last", metavar="N", help="Checkpoints kept; else all."
+    )
+    parser.add_argument(
+        "--hours", type=bounded(float, 0.01), default=24.0, metavar="N", help="Length of the run (default: 24)."
+    )
+    parser.add_argument(
+        "--max-overhead", type=bounded(float, 0.001, 1), default=0.05, metavar="FRACTION",
+        help="Fraction of the time that saving may take (default: 0.05).",
+    )  # fmt: skip
+    parser.add_argument("--plot", metavar="FILE", help="Draw the cost curve into this .png, .svg or .pdf file.")
+    add_json(parser)
+    parser.set_defaults(run=_plan)
+
+
+def _plan(options: Namespace) -> None:
+    """Compare save intervals of a run that fails now and then; FOLDER is a checkpoint or a run like it."""
+    folder = None if options.folder is None else open_place(options.folder)
+    if folder and not folder.is_folder:
+        raise NotACheckpointError(f"{folder}: no such folder; give a checkpoint, a run or a model")
+    model_size, step_time, save_time, mtbf = options.model_size, options.step_time, options.save_time, options.mtbf
     size_of = model_size or save_time or folder
     needs = {"--step-time": step_time, "--mtbf": mtbf, "--model-size, --save-time or FOLDER": size_of}
     missing = [name for name, given in needs.items() if not given]
-    if missing or step_time is None or mtbf is None:
+    if missing:
         raise ConfigError(f"plan: expected {'; '.join(missing)}; see `ft-ckpt plan --help`")
     size = parse_size(model_size) if model_size else _folder_bytes(folder) if folder else None
     room = folder or open_place(".")
     job = PlannedRun(
         step_seconds=parse_seconds(step_time),
         save_seconds=parse_seconds(save_time) if save_time else _measure_save(room.folder, size or 0),
-        mtbf_seconds=parse_seconds(mtbf) / nodes,
-        restart_seconds=parse_seconds(restart_time),
+        mtbf_seconds=parse_seconds(mtbf) / options.nodes,
+        restart_seconds=parse_seconds(options.restart_time),
         size_bytes=size,
-        keep_last=keep_last,
-        hours=hours,
-        max_overhead=max_overhead,
+        keep_last=options.keep_last,
+        hours=options.hours,
+        max_overhead=options.max_overhead,
     )
     if math.isinf(total_overhead(job, best_steps(job))):
         times = f"a save of {human_time(job.save_seconds)} and a failure every {human_time(job.mtbf_seconds)}"
         raise ConfigError(f"plan: {times}: the run would never get from one checkpoint to the next")
-    if plot:
-        draw_costs(
-            Path(plot), best_steps(job), job.step_seconds, partial(saving_overhead, job), partial(total_overhead, job)
-        )
-    _show_plan(job, interval_rows(job), measured=not save_time, as_json=as_json)
+    if options.plot:
+        saving, total = partial(saving_overhead, job), partial(total_overhead, job)
+        draw_costs(Path(options.plot), best_steps(job), job.step_seconds, saving, total)
+    _show_plan(job, interval_rows(job), measured=not save_time, as_json=options.as_json)
 
 
 def best_steps(job: PlannedRun) -> int:
@@ -229,15 +231,6 @@ def human_time(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"
     return f"{seconds:.3g} s"
-
-
-def _optional_folder(context: typer.Context) -> Place | None:
-    if len(context.args) > 1:
-        raise ConfigError(f"plan: {' '.join(context.args)} given, expected [FOLDER]; see `ft-ckpt plan --help`")
-    folder = open_place(context.args[0]) if context.args else None
-    if folder and not folder.is_folder:
-        raise NotACheckpointError(f"{folder}: no such folder; give a checkpoint, a run or a model")
-    return folder
 
 
 def _folder_bytes(folder: Place) -> int:

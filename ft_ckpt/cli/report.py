@@ -4,6 +4,7 @@ import dataclasses
 import html
 import itertools
 import math
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -11,9 +12,7 @@ from functools import partial, reduce
 from io import StringIO
 from operator import and_
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.checkpoint import catalog, guards
 from ft_ckpt.checkpoint.catalog import CheckpointInfo
@@ -22,8 +21,9 @@ from ft_ckpt.checkpoint.delete import STATE
 from ft_ckpt.checkpoint.open_checkpoint import hold_open
 from ft_ckpt.checkpoint.prune import survey_run
 from ft_ckpt.cli import views
-from ft_ckpt.cli.options import JsonOption, print_lines, run_checkpoints_in, run_folder
+from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.cli.plan import new_figure
+from ft_ckpt.cli.show import run_checkpoints_in, run_folder
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError, damaged_input
 from ft_ckpt.messages import printable
@@ -43,10 +43,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_Output = Annotated[str, typer.Option("--output", "-o", help="File to write: .html, or .png for the charts alone.")]
-_Drift = Annotated[
-    int, typer.Option(min=0, help="Pairs of neighbouring checkpoints to compare, the newest; 0 for none.")
-]
 _SUFFIXES = (".html", ".png")
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #1b1f24 }
@@ -58,19 +54,31 @@ svg { width: 100%; height: auto } .wide { overflow-x: auto }
 """
 
 
-def report_command(
-    context: typer.Context, output: _Output = "report.html", drift: _Drift = 8, as_json: JsonOption = False
-) -> None:
+def add_report(parser: ArgumentParser) -> None:
+    parser.add_argument("run_folder", metavar="RUN", help="Folder of the run.")
+    parser.add_argument(
+        "-o", "--output", default="report.html", metavar="FILE",
+        help="File to write: .html, or .png for the charts alone (default: report.html).",
+    )  # fmt: skip
+    parser.add_argument(
+        "--drift", type=bounded(int, 0), default=8, metavar="N",
+        help="Newest pairs of neighbouring checkpoints to compare; 0 for none (default: 8).",
+    )  # fmt: skip
+    add_json(parser)
+    parser.set_defaults(run=_report)
+
+
+def _report(options: Namespace) -> None:
     """Write a page about the folder RUN: metrics, times of saves, sizes, what is kept and why, drift by layer."""
-    run, target = run_folder(context), local_path(output)
+    run, target = run_folder(options.run_folder), local_path(options.output)
     if target.suffix not in _SUFFIXES:
-        raise ConfigError(f"report: --output {output}: expected a name that ends in {' or '.join(_SUFFIXES)}")
+        raise ConfigError(f"report: --output {options.output}: expected a name that ends in {' or '.join(_SUFFIXES)}")
 
     infos = run_checkpoints_in(run)
     if not infos:
         raise NotACheckpointError(catalog.why_no_checkpoint(run.folder))
-    facts = gather_facts(run, views.ranked_metrics(infos), comparisons=drift)
-    if as_json:
+    facts = gather_facts(run, views.ranked_metrics(infos), comparisons=options.drift)
+    if options.as_json:
         views.print_json({**dataclasses.asdict(facts), "disk_bytes": facts.disk_bytes})
         return
     goal = Place(LocalStore(target.parent), target.name)

@@ -1,13 +1,12 @@
 """The commands `push`, `pull`, `cp` and `sync`. The client of the place is imported when it is used."""
 
 import dataclasses
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.cli import views
-from ft_ckpt.cli.options import DryRunOption, ForceOption, JsonOption, given_words, print_lines, print_path
+from ft_ckpt.cli.options import add_dry_run, add_force, add_json, print_lines, print_path
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.storage.place import location_name
@@ -16,29 +15,29 @@ if TYPE_CHECKING:
     from ft_ckpt.transfer.copies import CopyReport
     from ft_ckpt.transfer.sync import SyncReport
 
-_Private = Annotated[bool, typer.Option("--private", help="Make the repository a private one, if it is not there.")]
-_State = Annotated[bool, typer.Option("--state", help="The training state goes along.")]
-_BaseId = Annotated[str | None, typer.Option(help="Name of the base model on the Hub.")]
-_Delete = Annotated[bool, typer.Option("--delete", help="Delete there what the run has deleted since.")]
-_Message = Annotated[str | None, typer.Option(help="Of the commit.")]
+
+def add_push(parser: ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint on this machine.")
+    parser.add_argument("url", metavar="URL", help="hf://user/name[@revision][/folder], or in a bucket.")
+    parser.add_argument("--private", action="store_true", help="Make the repository a private one, if it is new.")
+    parser.add_argument("--state", action="store_true", help="Push the training state, too.")
+    parser.add_argument("--base-id", metavar="NAME", help="Name of the base model on the Hub.")
+    parser.add_argument("--message", help="Of the commit.")
+    add_json(parser)
+    parser.set_defaults(run=_push)
 
 
-def push_command(
-    context: typer.Context,
-    private: _Private = False,
-    state: _State = False,
-    base_id: _BaseId = None,
-    message: _Message = None,
-    as_json: JsonOption = False,
-) -> None:
+def _push(options: Namespace) -> None:
     """Push CHECKPOINT to URL, hf://user/name[@revision][/folder] or in a bucket, without its training state."""
-    checkpoint, url = given_words(context, "CHECKPOINT", "URL")
+    checkpoint = options.checkpoint
     from ft_ckpt.transfer.outgoing import PushOptions
     from ft_ckpt.transfer.push import push_now
 
-    options = PushOptions(private=private or None, state=state, base_id=base_id, message=message)
-    report = push_now(checkpoint, _checked_url(url), options)
-    if as_json:
+    push_options = PushOptions(
+        private=options.private or None, state=options.state, base_id=options.base_id, message=options.message
+    )
+    report = push_now(checkpoint, _checked_url(options.url), push_options)
+    if options.as_json:
         views.print_json({**dataclasses.asdict(report), "path": str(report.path)})
         return
     facts = f"{len(report.files)} files, {human_size(report.bytes)}, {report.seconds:.1f} s"
@@ -47,35 +46,48 @@ def push_command(
         print_lines(f"  {note}")
 
 
-def pull_command(context: typer.Context, force: ForceOption = False, as_json: JsonOption = False) -> None:
-    """Fetch what is at URL, hf://user/name[@revision][/folder] or in a bucket, and compare it with its manifest.
+def add_pull(parser: ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="hf://user/name[@revision][/folder], or in a bucket.")
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", help="Folder to write; else the cache.")
+    add_force(parser)
+    add_json(parser)
+    parser.set_defaults(run=_pull)
 
+
+def _pull(options: Namespace) -> None:
+    """Fetch what is at URL, hf://user/name[@revision][/folder] or in a bucket, and compare it with its manifest.
     Without FOLDER, what is in a bucket comes into the cache, and its path is printed.
     """
-    url, *folder = given_words(context, *(("URL",) if len(context.args) == 1 else ("URL", "FOLDER")))
+    url, folder = options.url, options.folder
     from ft_ckpt.transfer.push import pull
 
-    report = pull(_checked_url(url), *folder, overwrite=force)
-    if as_json:
+    report = pull(_checked_url(url), folder, overwrite=options.force)
+    if options.as_json:
         views.print_json({**dataclasses.asdict(report), "path": str(report.path)})
         return
-    if not folder:
+    if folder is None:
         print_path(report.path)
         return
     found = "verified" if report.verified else "not verified: no manifest there"
     print_lines(f"{url} -> {report.path}: {len(report.files)} files, {human_size(report.bytes)}, {found}")
 
 
-def copy_command(context: typer.Context, force: ForceOption = False, as_json: JsonOption = False) -> None:
-    """Copy the checkpoint SOURCE to DESTINATION, paths or URLs, whole or not at all; all digests are compared.
+def add_cp(parser: ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="Checkpoint, as a path or URL.")
+    parser.add_argument(
+        "destination", metavar="DESTINATION", help="Path or URL; one that ends in a slash gets the name of SOURCE."
+    )
+    add_force(parser)
+    add_json(parser)
+    parser.set_defaults(run=_cp)
 
-    After a DESTINATION that ends in a slash comes the name of SOURCE.
-    """
-    source, destination = given_words(context, "SOURCE", "DESTINATION")
+
+def _cp(options: Namespace) -> None:
+    """Copy the checkpoint SOURCE to DESTINATION, paths or URLs, whole or not at all; all digests are compared."""
     from ft_ckpt.transfer.copies import copy
 
-    report = copy(source, destination, overwrite=force)
-    if as_json:
+    report = copy(options.source, options.destination, overwrite=options.force)
+    if options.as_json:
         views.print_json(_json_of_copy(report))
         return
     print_lines(f"{report.source} -> {report.path}: {_copy_facts(report)}")
@@ -90,24 +102,28 @@ def _copy_facts(report: "CopyReport") -> str:
     return f"{size}{sent}, {report.seconds:.1f} s"
 
 
-def sync_command(
-    context: typer.Context, delete: _Delete = False, dry_run: DryRunOption = False, as_json: JsonOption = False
-) -> None:
-    """Copy the checkpoints of the run SOURCE that DESTINATION lacks, paths or URLs, newest first.
+def add_sync(parser: ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="Folder of the run, as a path or URL.")
+    parser.add_argument("destination", metavar="DESTINATION", help="Folder to copy to, as a path or URL.")
+    parser.add_argument("--delete", action="store_true", help="Delete there what the run has deleted since.")
+    add_dry_run(parser)
+    add_json(parser)
+    parser.set_defaults(run=_sync)
 
-    Exit code 1 when something was not copied, or not deleted.
+
+def _sync(options: Namespace) -> int:
+    """Copy the checkpoints of the run SOURCE that DESTINATION lacks, paths or URLs, newest first. Exit code 1 when
+    something was not copied, or not deleted.
     """
-    source, destination = given_words(context, "SOURCE", "DESTINATION")
     from ft_ckpt.transfer.sync import sync
 
-    report = sync(source, destination, delete=delete, dry_run=dry_run)
-    if as_json:
+    report = sync(options.source, options.destination, delete=options.delete, dry_run=options.dry_run)
+    if options.as_json:
         copied = [_json_of_copy(each) for each in report.copied]
         views.print_json({**dataclasses.asdict(report), "copied": copied, "kept": dict(report.kept)})
     else:
-        print_lines(*_sync_lines(report, dry_run=dry_run))
-    if report.problems:
-        raise typer.Exit(1)
+        print_lines(*_sync_lines(report, dry_run=options.dry_run))
+    return 1 if report.problems else 0
 
 
 def _json_of_copy(report: "CopyReport") -> dict[str, Any]:

@@ -232,11 +232,11 @@ def test_prune_of_all_runs_leaves_weights_and_averages(long_run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ls"], "ls: nothing given, expected RUN; see `ft-ckpt ls --help`"),
-        (["ls", "{run}", "b"], "ls: {run} b given, expected RUN"),
-        (["ls", "{run}", "--deep"], "ls: No such option"),  # in the words of the library, whichever it is
-        (["prune", "{run}", "--last", "few"], "prune: Invalid value for '--last'"),
-        (["destroy"], "No such command 'destroy'; see `ft-ckpt --help`"),
+        (["ls"], "ls: the following arguments are required: RUN; see `ft-ckpt ls --help`"),
+        (["ls", "{run}", "b"], "ls: unrecognized arguments: b; see `ft-ckpt ls --help`"),
+        (["ls", "{run}", "--deep"], "ls: unrecognized arguments: --deep"),
+        (["prune", "{run}", "--last", "few"], "prune: argument --last/--keep-last: invalid int value: 'few'"),
+        (["destroy"], "argument COMMAND: invalid choice: 'destroy' (choose from "),
         (["unpin", "{run}"], "{run}: no ft_ckpt.json in it"),
         (["ls", "{run}/absent"], "{run}/absent: no such folder"),
         (["latest", "{run}"], "{run}: no valid checkpoint in it"),
@@ -244,7 +244,7 @@ def test_prune_of_all_runs_leaves_weights_and_averages(long_run):
         (["verify", "{run}/absent"], "{run}/absent: no such file or folder"),
         (["verify", "{run}"], "{run}: no ft_ckpt.json and no safetensors files in it"),
         (["show", "{run}"], "{run}: no weights found; expected"),
-        (["diff", "{run}"], "diff: {run} given, expected A B"),
+        (["diff", "{run}"], "diff: the following arguments are required: B"),
         (["diff", "{run}/absent", "{run}"], "{run}/absent: no such file or folder"),
         (["pin", "{run}"], "{run}: no ft_ckpt.json in it; pin a checkpoint that"),
         (["prune", "{run}"], "prune: no rule given, so everything stays"),
@@ -258,6 +258,24 @@ def test_errors_are_one_line(tmp_path, arguments, message):
     assert (answer.returncode, answer.stdout) == (2, "")
     assert answer.stderr.startswith(f"ft-ckpt: {message.format(run=tmp_path)}")
     assert answer.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["average", "--json", "{run}/checkpoint-1", "--weights", "1,2", "{run}/checkpoint-1", "--force", "{run}/out"],
+        ["convert", "{run}/checkpoint-1", "--format", "h5", "--json", "--", "{run}/out"],
+    ],
+)
+def test_options_stand_anywhere(run, words):
+    answer = ft_ckpt(*(word.format(run=run) for word in words))
+    assert answer.returncode == 0, answer.stderr
+    assert json.loads(answer.stdout)["path"] == str(run / "out")
+
+
+def test_as_a_module():
+    module = subprocess.run([sys.executable, "-m", "ft_ckpt", "--help"], capture_output=True, text=True, check=False)
+    assert (module.returncode, module.stdout, module.stderr) == (0, ft_ckpt("--help").stdout, "")
 
 
 def test_a_reader_that_has_seen_enough(run):
@@ -275,13 +293,13 @@ def test_version():
 
 @pytest.mark.parametrize("command", [["--help"], ["ls", "--help"], ["ls"], ["latest"], ["verify"], ["show"]])
 def test_starts_without_the_heavy_libraries(run, command):
-    """A listing answers at once: nothing that trains is imported, nor what typer would use to check arguments."""
+    """A listing answers at once: nothing that trains is imported, and the help needs no tables."""
     path = {"ls": run, "latest": run}.get(command[0], run / "checkpoint-1")
     answer = ft_ckpt_alone(*command, *([] if "--help" in command else [path]))
     loaded = set(answer.stderr.split())
     assert answer.returncode == 0
     assert "ft_ckpt" in loaded
-    assert not loaded & {"torch", "transformers", "numpy", "accelerate", "peft", "safetensors", "pydantic"}
+    assert not loaded & {"torch", "transformers", "numpy", "accelerate", "peft", "safetensors", "typer", "pydantic"}
     assert "--help" not in command or "rich" not in loaded
 
 

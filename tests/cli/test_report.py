@@ -14,9 +14,8 @@ from test_cli import ft_ckpt as run_command
 from training import QUIET, prepared
 
 import ft_ckpt
-from ft_ckpt import CheckpointSaver, Every, Keep
+from ft_ckpt import CheckpointSaver, Every, Keep, cli
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.cli import app
 from ft_ckpt.cli.report import gather_facts, write_report
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError, TargetError
 from ft_ckpt.storage.local_store import LocalStore
@@ -104,7 +103,7 @@ def test_the_picture_and_the_facts_alone(run, tmp_path, capsys):
     width, height = struct.unpack(">II", head[16:24])
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
     assert width > 1000 < 2 * height
-    app(["report", str(run), "--json", "--drift", "0"], standalone_mode=False)
+    cli.run_command(["report", str(run), "--json", "--drift", "0"])
     told = json.loads(capsys.readouterr().out)
     assert [each["step"] for each in told["checkpoints"]] == [6, 9, 15, 18]
     assert told["drift"] == []
@@ -112,10 +111,10 @@ def test_the_picture_and_the_facts_alone(run, tmp_path, capsys):
 
 def test_what_cannot_be_reported_is_said(run, tmp_path):
     with pytest.raises(ConfigError, match=r"expected a name that ends in \.html or \.png"):
-        app(["report", str(run), "-o", str(tmp_path / "page.pdf")], standalone_mode=False)
+        cli.run_command(["report", str(run), "-o", str(tmp_path / "page.pdf")])
     (tmp_path / "empty").mkdir()
     with pytest.raises(NotACheckpointError, match="empty"):
-        app(["report", str(tmp_path / "empty"), "-o", str(tmp_path / "page.html")], standalone_mode=False)
+        cli.run_command(["report", str(tmp_path / "empty"), "-o", str(tmp_path / "page.html")])
     assert not (tmp_path / "page.html").exists()
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
-from ft_ckpt.cli import app
+from ft_ckpt.cli import run_command
 from ft_ckpt.errors import NotACheckpointError
 from ft_ckpt.storage.place import Place
 
@@ -42,7 +42,7 @@ def answer(capsys):
     def run(*arguments):
         capsys.readouterr()
         try:
-            code = app([str(each) for each in arguments], standalone_mode=False)
+            code = run_command([str(each) for each in arguments])
         except SystemExit as ended:
             code = ended.code
         return re.sub(r"\b\d+ s\b", "now", capsys.readouterr().out), code or 0
@@ -102,7 +102,7 @@ def test_what_is_not_there_is_said(name):
     bucket = new_bucket()
     bucket.write("other", b"")
     with pytest.raises(NotACheckpointError, match=rf"{bucket.url}/absent: no such f"):
-        app([name, f"{Place(bucket)}/absent"], standalone_mode=False)
+        run_command([name, f"{Place(bucket)}/absent"])
 
 
 def test_a_process_of_its_own_reads_a_server(s3, here):

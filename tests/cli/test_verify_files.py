@@ -1,28 +1,18 @@
 """`ft-ckpt verify` of single files, and of runs that it cannot read all of; `report` of what is no run."""
 
 import pytest
-import typer
 from faults import save, save_with_state
 
 from ft_ckpt.checkpoint import verify
 from ft_ckpt.checkpoint.verify import verify_listed
-from ft_ckpt.cli import prune, report
+from ft_ckpt.cli import run_command, show
 from ft_ckpt.errors import NotACheckpointError, UnreadableError
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place
 
 
-class Words:
-    """What the parser hands to a command."""
-
-    def __init__(self, *words):
-        self.args, self.info_name = [str(word) for word in words], "command"
-
-
-def verified(path, **options):
-    with pytest.raises(typer.Exit) as done:
-        prune.verify_command(Words(path), **options)
-    return done.value.exit_code
+def verified(path):
+    return run_command(["verify", str(path)])
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "policy/model.safetensors"])
@@ -49,15 +39,15 @@ def test_a_file_that_no_manifest_lists_is_judged_by_its_header(tmp_path, capsys)
 def test_one_folder_that_is_closed_hides_no_other(tmp_path, capsys, monkeypatch):
     for step in (1, 2):
         save_with_state(tmp_path / f"checkpoint-{step}", step)
-    seen, compared = LocalStore.stat, prune.catalog.verify
+    seen, compared = LocalStore.stat, show.catalog.verify
 
     def refuse(folder):
         if folder.name == "checkpoint-1":
             raise UnreadableError(f"{folder}: cannot be read (Permission denied)")
 
     monkeypatch.setattr(LocalStore, "stat", lambda store, name: refuse(store.folder) or seen(store, name))
-    monkeypatch.setattr(prune.catalog, "verify", lambda at, **how: refuse(at.folder.folder) or compared(at, **how))
-    monkeypatch.setattr(prune.catalog, "discover", lambda place: [])
+    monkeypatch.setattr(show.catalog, "verify", lambda at, **how: refuse(at.folder.folder) or compared(at, **how))
+    monkeypatch.setattr(show.catalog, "discover", lambda place: [])
     assert verified(tmp_path) == 1
     printed = capsys.readouterr().out
     assert "Permission denied" in printed
@@ -67,7 +57,7 @@ def test_one_folder_that_is_closed_hides_no_other(tmp_path, capsys, monkeypatch)
 def test_a_report_is_of_a_run(tmp_path):
     save(tmp_path / "checkpoint", step=1)
     with pytest.raises(NotACheckpointError, match="a checkpoint, expected the folder of a run"):
-        report.report_command(Words(tmp_path / "checkpoint"))
+        run_command(["report", str(tmp_path / "checkpoint")])
 
 
 def test_files_know_the_checkpoint_that_lists_them(tmp_path):

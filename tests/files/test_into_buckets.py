@@ -10,7 +10,7 @@ from buckets import in_bucket, new_bucket
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.cli import app
+from ft_ckpt.cli import run_command
 from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError, SelectionError
 from ft_ckpt.model import convert as converting
 from ft_ckpt.model.convert import open_source
@@ -111,8 +111,8 @@ def test_averages_of_a_run_in_its_bucket(bucket, tmp_path):
 
 def test_commands_write_to_buckets(bucket, saved, capsys):
     source = in_bucket(saved)
-    app(["convert", str(source), f"{bucket}/x.safetensors"], standalone_mode=False)
-    app(["average", str(source), str(source), f"{bucket}/mean"], standalone_mode=False)
+    run_command(["convert", str(source), f"{bucket}/x.safetensors"])
+    run_command(["average", str(source), str(source), f"{bucket}/mean"])
     said = capsys.readouterr().out
     assert f"{source} -> {bucket}/x.safetensors (safetensors): " in said
     with closing(open_source(f"{bucket}/x.safetensors")) as one, closing(open_source(f"{bucket}/mean")) as other:

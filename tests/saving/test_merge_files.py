@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors, latest, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.cli import app
+from ft_ckpt.cli import run_command
 
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 
@@ -325,7 +325,7 @@ def test_at_the_command_line(base, tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tensors"] == len(stored(tmp_path / "out"))
     with pytest.raises(errors.TargetError, match="is there already; give --force"):
-        app([*command, "--adapter", "second"], standalone_mode=False)
+        run_command([*command, "--adapter", "second"])
 
 
 def test_a_quantised_base_on_two_ranks(tmp_path):

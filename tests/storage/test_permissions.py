@@ -20,13 +20,12 @@ import torch
 from buckets import in_bucket
 from faults import save_with_state
 from seeds import chosen_seed
-from typer.testing import CliRunner
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
 from ft_ckpt.checkpoint.guards import hold_lease, pin
 from ft_ckpt.checkpoint.prune import prune_run
-from ft_ckpt.cli import app
+from ft_ckpt.cli import run_command
 from ft_ckpt.errors import NameTakenError
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_store import LocalStore
@@ -265,7 +264,7 @@ def reported(trial: Trial, originals: dict[str, Path], out: Path) -> None:
     trial.close(source)
     page = out.with_suffix(".html")
     with trial.watched():
-        assert CliRunner().invoke(app, ["report", str(source), "-o", str(page)]).exit_code == 0
+        assert run_command(["report", str(source), "-o", str(page)]) == 0
     trial.judge(page, exact=False)
 
 
