@@ -4,7 +4,6 @@ Refused at open or at a write, the same file goes on through the page cache. Spa
 """
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
@@ -13,14 +12,13 @@ from pathlib import Path
 from threading import Lock
 
 from ft_ckpt.errors import IncompleteError, NameTakenError, explained
-from ft_ckpt.storage import local_disk
+from ft_ckpt.storage import libc, local_disk
 from ft_ckpt.storage.read_ahead import ALIGNMENT, address_of
 from ft_ckpt.storage.store import FREE, Access, Stored
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES}  # a file system without it, or a file only to be read
 _FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass
@@ -174,18 +172,13 @@ def _open_unbuffered(path: Path) -> int:
 
 
 def _allocate_space(descriptor: int, size_bytes: int) -> None:
-    """Allocate the space now, so that a full disk is known before anything is written. Raises OSError when it is full.
-
-    Not posix_fallocate: where the file system cannot, the C library would write every block itself.
-    """
-    if not size_bytes or not hasattr(_libc, "fallocate"):
-        return
-    while _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)):
-        refusal = ctypes.get_errno()
-        if refusal in _FULL:
-            raise OSError(refusal, os.strerror(refusal))
-        if refusal != errno.EINTR:
-            return
+    """Allocate the space, so that a full disk is found before the first write. Raises OSError when it is full."""
+    try:
+        if size_bytes:
+            libc.fallocate(descriptor, size_bytes)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise
 
 
 def _whole_blocks(offset: int, memory: memoryview) -> tuple[int, int]:

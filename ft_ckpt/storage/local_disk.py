@@ -1,7 +1,6 @@
 """Durable operations on a local file system, each safe to interrupt at any call."""
 
 import contextlib
-import ctypes
 import errno
 import functools
 import os
@@ -14,21 +13,19 @@ from typing import BinaryIO
 
 from ft_ckpt.errors import ConfigError, CorruptError, TargetError
 from ft_ckpt.messages import warn
-from ft_ckpt.storage import locks
+from ft_ckpt.storage import libc, locks
 from ft_ckpt.storage.store import FREE, Access, Stored, file_access, folder_access
 
 # The calls that change the disk, each by one name, so that a test can stop the process at every one of them.
 mkdir = os.mkdir
 move = os.replace
+exchange_folders = libc.exchange_folders
 unlink = os.unlink
 chmod = os.chmod
 fsync = os.fsync
 rmtree = functools.partial(shutil.rmtree, ignore_errors=True)  # a file held open over NFS must not fail a save
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
-_BEGIN_WRITING = 2  # linux/fs.h: SYNC_FILE_RANGE_WRITE
-_FEW_PATHS = 16  # for more threads are worth their start
-_libc = ctypes.CDLL(None, use_errno=True)
+_FEW_PATHS = 4  # for more, threads are worth their start
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _CANNOT_CHMOD = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}  # vfat, some mounts of FUSE and CIFS
@@ -100,17 +97,6 @@ def file_version(found: os.stat_result) -> str:
     return f"{found.st_dev:x}-{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
 
 
-def exchange_folders(one: Path, other: Path) -> None:
-    """Swap two folders in one step. Raises OSError, with ENOSYS where the C library has no such call."""
-    call = getattr(_libc, "renameat2", None)
-    if call is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), "renameat2")
-    while call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
-        code = ctypes.get_errno()
-        if code != errno.EINTR:
-            raise OSError(code, os.strerror(code), str(other))
-
-
 def sync_path(path: Path) -> None:
     """Sync a file's bytes, or a folder's names, so that they survive a power cut."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -130,33 +116,15 @@ def sync_open(handle: int) -> None:
 
 
 def sync_all(paths: Sequence[Path]) -> None:
-    """Sync all `paths` side by side, in no order: a journalling file system then commits them together."""
+    """Sync all `paths`, many at once in no order: a journalling file system then commits them together."""
     if len(paths) <= _FEW_PATHS:
-        _sync_few(paths)
-        return
-    from concurrent.futures import ThreadPoolExecutor  # here, so that listing does not pay for it
-
-    with ThreadPoolExecutor(max(1, min(8, len(paths)))) as pool:
-        for _ in pool.map(sync_path, paths):
-            pass
-
-
-def _sync_few(paths: Sequence[Path]) -> None:
-    """The same without threads: all are on their way to the disk before the first is waited for."""
-    with contextlib.ExitStack() as stack:
-        handles = []
         for path in paths:
-            handles.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-            stack.callback(os.close, handles[-1])
-            _begin_writing(handles[-1])
-        for handle in handles:
-            sync_open(handle)
+            sync_path(path)
+        return
+    from concurrent.futures import ThreadPoolExecutor  # lazily: `ft-ckpt ls` does not need it
 
-
-def _begin_writing(handle: int) -> None:
-    """Let the disk begin with what an open file has to be written; only syncing it tells whether it could be."""
-    if hasattr(_libc, "sync_file_range"):
-        _libc.sync_file_range(handle, ctypes.c_int64(0), ctypes.c_int64(0), _BEGIN_WRITING)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(sync_path, paths))
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:

@@ -15,17 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ft_ckpt.errors import CorruptError, UnreadableError
-from ft_ckpt.storage import local_disk
+from ft_ckpt.storage import libc, local_disk
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
-_NORESERVE = 0x4000  # linux: a private mapping of a large file must not count as memory promised
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_FAILED = ctypes.c_void_p(-1).value
-_DONTNEED, _HUGEPAGE = 4, 14  # linux: MADV_DONTNEED, MADV_HUGEPAGE
 _MOST_AT_ONCE = 1 << 30  # bytes read in one call; Linux takes less than 2 GB
 Watch = Callable[[int, memoryview, "LocalFile | None"], None]  # is told of bytes that were read, and where
 
@@ -122,20 +114,17 @@ class MappedBytes:
         self.given_back: set[tuple[int, int]] = set()  # runs whose edges may still have what was written there
         self.memory = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
         self.parts: dict[tuple[int, int], _FileRange] = {}
-        weakref.finalize(self, _libc.munmap, address, size_bytes).atexit = False  # tensors may outlive the exit
+        weakref.finalize(self, libc.munmap, address, size_bytes).atexit = False  # tensors may outlive the exit
 
     @staticmethod
     def create(descriptor: int, size_bytes: int) -> "MappedBytes | None":
         """The mapping of an open file (-1: of no file, all zero), or None."""
-        is_own = descriptor < 0
-        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
-        flags |= mmap.MAP_ANONYMOUS if is_own else _NORESERVE
-        address = _libc.mmap(None, size_bytes, protection, flags, descriptor, 0)
-        if address in (None, _FAILED):
+        address = libc.map_private(descriptor, size_bytes)
+        if address is None:
             return None
-        # Large pages: fewer faults. A file gets them in the page cache, where its file system can, as it is read here.
-        _libc.madvise(address, size_bytes, _HUGEPAGE)
-        return MappedBytes(address, size_bytes, is_own)
+        # Large pages: fewer faults. Those of a file are in the page cache, if its file system supports them.
+        libc.madvise(address, size_bytes, libc.HUGEPAGE)
+        return MappedBytes(address, size_bytes, is_own=descriptor < 0)
 
     def lend(self, start: int, size_bytes: int, read_into: Callable[[memoryview, int], None]) -> memoryview:
         """A part of the memory, which is given back when nothing uses it any more; the same one while it is in use.
@@ -164,7 +153,7 @@ class MappedBytes:
         self.given_back.add((start, size_bytes))
         first, last = start + -start % _PAGE, (start + size_bytes) // _PAGE * _PAGE
         if first < last:
-            _libc.madvise(self.address + first, last - first, _DONTNEED)
+            libc.madvise(self.address + first, last - first, libc.DONTNEED)
 
 
 class _FileRange(weakref.ref[memoryview]):

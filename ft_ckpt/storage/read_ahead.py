@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
 from ft_ckpt.errors import CorruptError
+from ft_ckpt.storage.libc import cached_bytes
 from ft_ckpt.storage.local_file import LocalFile, MappedBytes, Watch
 from ft_ckpt.storage.store import Readable
 
@@ -129,8 +130,6 @@ LEAST_WHOLE_BYTES = 16 << 20  # smaller files are mapped, wherever they are
 _SAMPLES, _SAMPLE_BYTES = 64, 256 << 10  # places of a file asked for in the page cache: all of 2.5 GB takes 20 ms
 _FAR_BLOCK_BYTES = 16 << 20  # as much as one part of an upload: buckets count requests
 _FAR_READS = 6  # at once, of a file that is far away: most of each is waiting
-_CACHESTAT = 451  # linux 6.5; the same number on every architecture
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,14 +268,6 @@ def is_cached(descriptor: int, start: int, size_bytes: int) -> bool:
     page = mmap.PAGESIZE
     found = cached_bytes(descriptor, start, size_bytes)
     return found is not None and found // page >= (start + size_bytes - 1) // page - start // page + 1
-
-
-def cached_bytes(descriptor: int, start: int, size_bytes: int) -> int | None:
-    """Bytes of this range of a file that are in the page cache, in whole pages; None where the system cannot tell."""
-    asked, found = (ctypes.c_uint64 * 2)(start, size_bytes), (ctypes.c_uint64 * 5)()
-    if _libc.syscall(_CACHESTAT, descriptor, asked, found, 0):
-        return None
-    return int(found[0]) * mmap.PAGESIZE
 
 
 def _block_reads(runs: Iterable[ByteRun], block_bytes: int) -> Iterator[_BlockRead]:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_ckpt.errors import CorruptError
+from ft_ckpt.storage import libc
 from ft_ckpt.storage import read_ahead as blocks
 from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.read_ahead import ALIGNMENT, ByteRun, read_ahead
@@ -145,7 +146,7 @@ def test_cached_tells(tmp_path):
     path.write_bytes(bytes(1 << 20))
     drop(path)
     with path.open("rb") as file:
-        if blocks._libc.syscall(451, -1, None, None, 0) and ctypes.get_errno() == errno.ENOSYS:
+        if libc._LIBC.syscall(451, -1, None, None, 0) and ctypes.get_errno() == errno.ENOSYS:
             pytest.skip("this kernel cannot tell")
         if blocks.is_cached(file.fileno(), 0, 1 << 20):
             pytest.skip("this file system drops nothing from memory")

@@ -23,7 +23,7 @@ from ft_ckpt import CheckpointSaver, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.saving import files
-from ft_ckpt.storage import direct_io as unbuffered
+from ft_ckpt.storage import libc
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.read_ahead import BLOCK_BYTES, new_block
 from ft_ckpt.storage.writer import Writer, tuning_for
@@ -169,13 +169,13 @@ def fallocate_refused(patch):
         ctypes.set_errno(errno.EOPNOTSUPP)
         return -1
 
-    patch.setattr(unbuffered, "_libc", SimpleNamespace(fallocate=fallocate))
+    patch.setattr(libc, "_LIBC", SimpleNamespace(fallocate=fallocate))
     return refused
 
 
 def no_fallocate(patch):
     """A C library without it."""
-    patch.setattr(unbuffered, "_libc", SimpleNamespace())
+    patch.setattr(libc, "_LIBC", SimpleNamespace())
     return [True]
 
 

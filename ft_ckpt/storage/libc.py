@@ -1,0 +1,59 @@
+"""Linux calls that Python's standard library lacks, through ctypes."""
+
+import ctypes
+import errno
+import mmap
+import os
+from pathlib import Path
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+_MAP_NORESERVE = 0x4000  # a private mapping of a large file must not count as committed memory
+_CACHESTAT = 451  # linux 6.5; the same number on every architecture
+DONTNEED, HUGEPAGE = 4, 14  # linux: MADV_DONTNEED, MADV_HUGEPAGE
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def exchange_folders(one: Path, other: Path) -> None:
+    """Swap two folders in one step (renameat2). Raises OSError, with ENOSYS where the C library has no such call."""
+    if not hasattr(_LIBC, "renameat2"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), "renameat2")
+    while _LIBC.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code), str(other))
+
+
+def fallocate(descriptor: int, size_bytes: int) -> None:
+    """Allocate the first `size_bytes` of a file. Raises OSError, with ENOSYS where the C library has no such call.
+
+    Not posix_fallocate: where the file system has no such operation, the C library writes every block itself.
+    """
+    if not hasattr(_LIBC, "fallocate"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), "fallocate")
+    while _LIBC.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)):
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+def cached_bytes(descriptor: int, start: int, size_bytes: int) -> int | None:
+    """Bytes of this range of a file in the page cache, in whole pages; None if the kernel has no cachestat."""
+    place, found = (ctypes.c_uint64 * 2)(start, size_bytes), (ctypes.c_uint64 * 5)()
+    if _LIBC.syscall(_CACHESTAT, descriptor, place, found, 0):
+        return None
+    return int(found[0]) * mmap.PAGESIZE
+
+
+def map_private(descriptor: int, size_bytes: int) -> int | None:
+    """The address of a private, writable mapping of an open file (-1: zeroed memory); None if it is refused."""
+    flags = mmap.MAP_PRIVATE | (mmap.MAP_ANONYMOUS if descriptor < 0 else _MAP_NORESERVE)
+    address = _LIBC.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    return None if address in (None, _FAILED) else int(address)
+
+
+madvise, munmap = _LIBC.madvise, _LIBC.munmap  # of addresses
