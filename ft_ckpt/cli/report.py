@@ -109,14 +109,17 @@ def write_report(facts: "RunFacts", target: Path, access: Access = FREE) -> None
 
 
 def _page_text(facts: "RunFacts", charts: str) -> str:
-    title = _html_text(f"{Path(facts.run).name}: {len(facts.checkpoints)} checkpoints")
+    count = f"{len(facts.checkpoints)} checkpoint{'' if len(facts.checkpoints) == 1 else 's'}"
+    title = _html_text(f"{Path(facts.run).name}: {count}")
     shared = sum(each.size_bytes for each in facts.checkpoints) - facts.disk_bytes
-    room = human_size(facts.disk_bytes) + (f", {human_size(shared)} shared between checkpoints" if shared else "")
+    sizes = human_size(facts.disk_bytes) + (f", {human_size(shared)} shared between checkpoints" if shared else "")
+    deleted = len(facts.dropped_steps)
+    older = {0: "None was deleted", 1: "1 older one was deleted"}.get(deleted, f"{deleted} older ones were deleted")
     lines = [
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style></head><body>',
         f"<h1>{_html_text(facts.run)}</h1>",
-        f"<p>{len(facts.checkpoints)} checkpoints on {room}. {len(facts.dropped_steps)} older ones were deleted.</p>",
+        f"<p>{count}, {sizes}. {older}.</p>",
         *(f"<p>{_html_text(note)}</p>" for note in facts.notes),
         f'<div class="wide">{charts}</div>',
         "<h2>Checkpoints</h2>",
@@ -337,7 +340,7 @@ _LEAST_CHANGE = 1e-12  # of a layer; what has changed by less, or not at all, is
 
 
 def draw_run(facts: RunFacts) -> "Figure":
-    """All charts below each other: metrics, times of the saves, room on the disk, drift by layer.
+    """All charts below each other: metrics, times of the saves, sizes on the disk, drift by layer.
 
     Raises ConfigError without matplotlib.
     """
@@ -348,9 +351,10 @@ def draw_run(facts: RunFacts) -> "Figure":
     charts += [(_drift_height(facts), _draw_drift)] if facts.drift else []
     heights = [height for height, _ in charts]
     figure = new_figure((10, sum(heights)))
-    grid = figure.add_gridspec(len(charts), 1, height_ratios=heights)
-    for number, (_, draw) in enumerate(charts):
-        draw(figure.add_subplot(grid[number]), facts)
+    # Subfigures have margins of their own: long labels of one chart do not make the others narrow.
+    parts = figure.subfigures(len(charts), 1, height_ratios=heights, squeeze=False)
+    for (part,), (_, draw) in zip(parts, charts, strict=True):
+        draw(part.subplots(), facts)
     return figure
 
 
@@ -363,6 +367,9 @@ def _draw_metric(name: str, axes: "Axes", facts: RunFacts) -> None:
         if some:
             axes.plot(*zip(*some, strict=True), "o", color="tab:blue", label=label, markerfacecolor=fill)
     axes.set(title=_label_text(name), xlabel="step")
+    _set_step_ticks(axes)
+    if len(points) == 1:
+        axes.set_yticks([points[0][1]])
     axes.legend()
 
 
@@ -372,7 +379,14 @@ def _draw_times(axes: "Axes", facts: RunFacts) -> None:
     for points, style, label in ((done, "s-", "until on the disk"), (waits, "o-", "training waited")):
         axes.plot([step for step, _ in points], [seconds for _, seconds in points], style, label=label)
     axes.set(title="saves", xlabel="step", ylabel="seconds", yscale="log")
+    _set_step_ticks(axes)
     axes.legend()
+
+
+def _set_step_ticks(axes: "Axes") -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
 
 
 def _draw_sizes(axes: "Axes", facts: RunFacts) -> None:
@@ -382,11 +396,12 @@ def _draw_sizes(axes: "Axes", facts: RunFacts) -> None:
     for label, sizes, colour in _size_series(facts):
         axes.barh(places, sizes, left=left, label=label, color=colour)
         left = [one + other for one, other in zip(left, sizes, strict=True)]
-    axes.set(title="room on the disk", yticks=list(places), xlim=(0, 1.02 * max(left)))
+    axes.set_title("size on the disk", loc="left")
+    axes.set(yticks=list(places), xlim=(0, 1.02 * max(left)))
     axes.set_yticklabels([_label_text(each.name) for each in facts.checkpoints])
     axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.invert_yaxis()
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
 
 
 def _size_series(facts: RunFacts) -> list[tuple[str, list[int], str]]:
@@ -395,7 +410,7 @@ def _size_series(facts: RunFacts) -> list[tuple[str, list[int], str]]:
     state = [min(each.state_bytes, each.own_bytes) for each in facts.checkpoints]
     weights = [each.own_bytes - some for each, some in zip(facts.checkpoints, state, strict=True)]
     series = [("weights", weights, "tab:blue"), ("training state", state, "tab:orange")]
-    return [*series, ("shared with\nolder ones", shared, "lightgray")] if any(shared) else series
+    return [*series, ("shared with older ones", shared, "lightgray")] if any(shared) else series
 
 
 def _draw_drift(axes: "Axes", facts: RunFacts) -> None:

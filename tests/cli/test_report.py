@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from training import QUIET, prepared
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep, cli
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.cli.report import gather_facts, write_report
+from ft_ckpt.cli.report import draw_run, gather_facts, write_report
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError, TargetError
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.training.state import read_document
@@ -95,6 +96,32 @@ def test_the_page_is_whole_and_shows_all(run, tmp_path):
     assert page.count("<td>deleted</td>") == 2
     assert not re.search(r'(src|href)="(?!#|data:)', page), "nothing is loaded from elsewhere"
     assert "<script" not in page
+
+
+def test_one_checkpoint_and_one_point(run, tmp_path):
+    facts = gather_facts(run, ("loss",), comparisons=8)
+    first = replace(facts, checkpoints=facts.checkpoints[:1], saves=facts.saves[:2], drift=())
+    only = replace(first, saves=())
+    for found, text in ((facts, "4 checkpoints, "), (facts, ". 2 older ones were deleted."),
+                        (first, "1 checkpoint, "), (first, ". 1 older one was deleted."),
+                        (only, ". None was deleted.")):  # fmt: skip
+        write_report(found, tmp_path / "page.html")
+        assert text in (tmp_path / "page.html").read_text()
+    axes = drawn(only)[0]
+    low, high = axes.get_xlim()
+    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [6], "no steps between whole ones"
+
+
+def test_each_chart_takes_the_width_of_the_page(run):
+    for axes in drawn(gather_facts(run, ("loss",), comparisons=8)):
+        assert axes.get_position().x1 > (0.8 if axes.images else 0.95), axes.get_title()
+
+
+def drawn(facts):
+    """The charts, without the scale of colours."""
+    figure = draw_run(facts)
+    figure.draw_without_rendering()
+    return [part.axes[0] for part in figure.subfigs]
 
 
 def test_the_picture_and_the_facts_alone(run, tmp_path, capsys):
