@@ -114,10 +114,8 @@ def test_ties_arrays_and_other_leaves(tmp_path):
 def test_a_slice_reads_only_its_chunks(span, tmp_path, monkeypatch):
     values = torch.arange(4000 * 1000).view(4000, 1000)
     save({"x": values}, tmp_path / "x.h5", compression="lz4")
-    found, decoded = load(tmp_path / "x.h5")["x"], []
-    monkeypatch.setattr(
-        hdf5_compressed, "decode_chunk", lambda *args: decoded.append(1) or hdf5_filters.decode_chunk(*args)
-    )
+    found, decoded, real = load(tmp_path / "x.h5")["x"], [], hdf5_compressed.decode_chunk
+    monkeypatch.setattr(hdf5_compressed, "decode_chunk", lambda *args: decoded.append(1) or real(*args))
     assert torch.equal(found[slice(*span)], values[slice(*span)])
     assert len(decoded) <= (span[1] - span[0]) // 131 + 2
     assert isinstance(found, LazyTensor)

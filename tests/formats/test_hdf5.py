@@ -290,7 +290,7 @@ def test_as_many_threads_as_a_large_machine_has_ask_for_no_memory(tmp_path, monk
 def test_many_small_datasets_are_read_within_the_memory_of_a_small_file(tmp_path, monkeypatch):
     """Each takes a hundred times its bytes while it is open."""
     monkeypatch.setattr(hdf5_probe, "__file__", str(tmp_path / "probe.py"))
-    text = Path(hdf5.__file__).with_name("probe.py").read_text()
+    text = Path(hdf5.__file__).with_name("hdf5_probe.py").read_text()
     (tmp_path / "probe.py").write_text(
         text.replace("(512 << 20, ", "(64 << 20, ").replace("EXPANSION = 16", "EXPANSION = 1")
     )
