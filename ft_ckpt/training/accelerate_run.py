@@ -15,14 +15,13 @@ from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import CheckpointError, LoadError, listing
 from ft_ckpt.formats.layout import TensorFile, TensorRecord
 from ft_ckpt.formats.tensor_file import RenamedFile
-from ft_ckpt.training import optimizers
+from ft_ckpt.training import optimizers, zero_optimizer
 from ft_ckpt.training.data_position import describe_data
 from ft_ckpt.training.items import (
     Item,
     bare_identity,
     labelled_sources,
     model_sources,
-    optimizers_among,
     tied_names,
 )
 from ft_ckpt.training.optimizers import Description
@@ -220,7 +219,7 @@ def _fit_optimizer(item: Item, stored: Document, labels: Mapping[str, Source]) -
     Raises LoadError where groups or shapes differ.
     """
     optimizer = optimizers.unwrap_optimizer(item.value)
-    live = _names_of_groups(item, optimizer, labels)
+    live = _names_of_groups(optimizer, labels)
     there = [group["params"] for group in stored["groups"]]
     counts = [len(one) for one in there], [len(one) for one in live]
     if counts[0] != counts[1]:
@@ -253,11 +252,10 @@ def _fit_optimizer(item: Item, stored: Document, labels: Mapping[str, Source]) -
     return {"class": type(optimizer).__name__, "groups": groups, "state": state}, owners
 
 
-def _names_of_groups(item: Item, optimizer: Any, labels: Mapping[str, Source]) -> list[list[str]]:
+def _names_of_groups(optimizer: Any, labels: Mapping[str, Source]) -> list[list[str]]:
     """The names of the parameters in each group, one for each. Raises LoadError where FSDP1 has made one of many."""
-    ((_, kind, _),) = optimizers_among([item])
-    if not kind.is_plain:
-        return [group["params"] for group in kind.describe(optimizer, labels)["groups"]]
+    if zero_optimizer.is_zero(optimizer):
+        return [group["params"] for group in zero_optimizer.describe(optimizer, labels)["groups"]]
     names = optimizers.names_of(optimizer, labels)
     if [len(some) for some in names] != [len(group["params"]) for group in optimizer.param_groups]:
         raise LoadError(

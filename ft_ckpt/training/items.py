@@ -6,8 +6,10 @@ what names a state uses itself no object can have.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, NoReturn
 
+import torch
 import xxhash
 from torch import Tensor, nn
 
@@ -18,9 +20,8 @@ from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrappers import unwrap, user_class
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, SelectionError, listing
-from ft_ckpt.training import optimizers
-from ft_ckpt.training.optimizer_kinds import kind_of_optimizer, run_counters
-from ft_ckpt.training.optimizers import OptimizerKind
+from ft_ckpt.training import optimizers, zero_optimizer
+from ft_ckpt.training.zero_optimizer import EngineCounters, is_zero
 
 ENGINE = "engine"  # the item of what an engine counts by itself
 EXTRA_STATE = "extra state"  # the item of what a model's modules list beside parameters and buffers
@@ -184,20 +185,30 @@ def _refuse_differing(values: Values) -> NoReturn:
     )
 
 
-def optimizers_among(items: Iterable[Item]) -> list[tuple[Item, OptimizerKind, Any]]:
-    """The optimizers among `items`: each with its kind, and without Accelerate's wrapper."""
-    found = [(item, kind_of_optimizer(item.value)) for item in items if item.kind == "optimizer"]
-    return [(item, kind, optimizers.unwrap_optimizer(item.value)) for item, kind in found if kind is not None]
+def optimizers_among(items: Iterable[Item]) -> list[tuple[Item, ModuleType, Any]]:
+    """The optimizers among `items`, each as `optimizer_of` returns it."""
+    return [(item, *optimizer_of(item)) for item in items if item.kind == "optimizer"]
+
+
+def optimizer_of(item: Item) -> tuple[ModuleType, Any]:
+    """The module with the functions for an optimizer, `zero_optimizer` or `optimizers`, and the unwrapped optimizer."""
+    optimizer = optimizers.unwrap_optimizer(item.value)
+    return (zero_optimizer if is_zero(optimizer) else optimizers), optimizer
 
 
 def plain_optimizers(items: Iterable[Item]) -> list[Any]:
-    """The torch optimizers among `items`, unwrapped: their steps take in gradients of the models' own parameters."""
-    return [optimizer for _, kind, optimizer in optimizers_among(items) if kind.is_plain]
+    """The torch optimizers among `items`, unwrapped: their steps use gradients of the models' own parameters."""
+    return [optimizer for _, _, optimizer in optimizers_among(items) if not is_zero(optimizer)]
+
+
+def zero_optimizers(items: Iterable[Item]) -> list[Any]:
+    """DeepSpeed's ZeRO optimizers among `items`, unwrapped."""
+    return [optimizer for _, _, optimizer in optimizers_among(items) if is_zero(optimizer)]
 
 
 def refuse_unsaveable(items: Iterable[Item]) -> None:
     """Raise SelectionError for optimizers that cannot be kept whatever they train, naming all of them."""
-    plain = [(item.name, optimizer) for item, kind, optimizer in optimizers_among(items) if kind.is_plain]
+    plain = [(item.name, optimizer) for item, _, optimizer in optimizers_among(items) if not is_zero(optimizer)]
     problems = [f"{name}: {why}" for name, optimizer in plain for why in optimizers.unsaveable_state(optimizer)]
     if problems:
         raise SelectionError(
@@ -258,8 +269,8 @@ def _prepared_objects(accelerator: Any, registered: Mapping[str, Any]) -> list[t
     found = [(f"model_{i}", m) for i, m in enumerate(models, 1)]
     found += [(_numbered_name("optimizer", i), o) for i, o in enumerate(getattr(accelerator, "_optimizers", ()))]
     found += [(_numbered_name("scheduler", i), s) for i, s in enumerate(getattr(accelerator, "_schedulers", ()))]
-    if (counters := run_counters(accelerator)) is not None:
-        found.append((ENGINE, counters))
+    if (wrapped := getattr(accelerator, "deepspeed_engine_wrapped", None)) is not None:
+        found.append((ENGINE, EngineCounters(wrapped.engine)))
     if getattr(accelerator, "scaler", None) is not None:
         found.append(("scaler", accelerator.scaler))
     return found + [(_numbered_name("custom", i), o) for i, o in enumerate(getattr(accelerator, "_custom_objects", ()))]
@@ -312,7 +323,7 @@ def _numbered_name(name: str, index: int) -> str:
 def _item_kind(name: str, value: Any) -> str:
     if isinstance(value, nn.Module):
         return "model"
-    if kind_of_optimizer(value) is not None:
+    if is_zero(value) or isinstance(optimizers.unwrap_optimizer(value), torch.optim.Optimizer):
         return "optimizer"
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         return "object"

@@ -1,12 +1,11 @@
 """The state of torch optimizers by parameter name, and its restoration.
 
-`describe_optimizer` lists what this rank has, of which `state` makes one description of all ranks;
-`optimizer_tensors` gives the tensors as sources, cut over the ranks like the parameters they belong to;
-`restore_optimizer` makes the state anew, whatever order, number of ranks or wrapper it was saved under. Nothing is
-moved here.
+`describe` lists what this rank has, of which `state` makes one description of all ranks; `state_tensors` gives the
+tensors as sources, cut over the ranks like their parameters; `restore` makes the state anew, whatever the order, number
+of ranks or wrapper it was saved under. `zero_optimizer` has the same functions for DeepSpeed's optimizers; `items`
+chooses between the two. Nothing is moved here.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, ValuesView
 from dataclasses import replace
 from itertools import chain
@@ -27,60 +26,6 @@ from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN, decode_value, encode_value, flatten
 
 Description = dict[str, Any]  # {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}
-
-
-class OptimizerKind(ABC):
-    """One kind of optimizer; all methods but `serves` are handed one that it serves, without Accelerate's wrapper."""
-
-    is_plain = False  # whether it is given the models' own parameters, and takes in their gradients
-    keeps_gradients: str | None = None  # its name for people, where accumulated gradients cannot be read
-
-    @abstractmethod
-    def serves(self, optimizer: Any) -> bool:
-        """Whether an object is an optimizer of this kind. Imports nothing."""
-
-    @abstractmethod
-    def describe(self, optimizer: Any, found: Mapping[str, Source]) -> Description:
-        """What this rank has of its state, as JSON can say it; see `optimizers.describe_optimizer`."""
-
-    @abstractmethod
-    def tensors(self, optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
-        """The tensors of the described state as sources, by "parameter/key"; the same names on every rank."""
-
-    @abstractmethod
-    def check(self, optimizer: Any, description: Description, found: Mapping[str, Source]) -> None:
-        """Raise LoadError where `restore` would for parameters, groups and settings. Changes nothing."""
-
-    @abstractmethod
-    def restore(
-        self,
-        optimizer: Any,
-        description: Description,
-        found: Mapping[str, Source],
-        fill: Callable[[Source], Any],
-        later: Callable[[Source], Any] | None = None,
-    ) -> tuple[str, ...]:
-        """Give it the described state; see `optimizers.restore_optimizer`. Returns notes."""
-
-    def hooked_optimizer(self, optimizer: Any) -> tuple[Any, list[Tensor]]:
-        """The torch optimizer whose step changes what is captured, at no other moment; and what that changes beside
-        its own tensors. (None, []) where nobody knows.
-        """
-        return optimizer, []
-
-    def is_accumulating(self, optimizer: Any) -> bool:
-        """Whether gradients wait where they cannot be read."""
-        return False
-
-    def adopt_weights(self, optimizer: Any) -> None:  # noqa: B027 - most have nothing to do
-        """The models' weights were restored: take them over. Not collective."""
-
-    def refresh_weights(self, optimizer: Any) -> None:  # noqa: B027 - likewise
-        """Its state was restored on all ranks: make the models' weights of it. Collective."""
-
-    def run_counters(self, accelerator: Any) -> Any:
-        """An object with state that counts the steps of a run, beside those of Accelerate; None for none."""
-        return None
 
 
 _EXPERTS = ("moe", "name")  # with these DeepSpeed finds the ranks of a group in this run
@@ -204,7 +149,7 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def describe_optimizer(optimizer: Any, found: Mapping[str, Source]) -> Description:
+def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
     """What this rank has of the optimizer's state, as JSON can say it: plain values, and facts of the tensors.
 
     `found` are the sources of the models it trains. Whether a parameter requires a gradient just now decides nothing.
@@ -272,7 +217,7 @@ def _has_other_state(value: Any, optimizer: Any) -> bool:
     return isinstance(value, torch.optim.Optimizer) and value.state is not optimizer.state
 
 
-def optimizer_tensors(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
+def state_tensors(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
     """The tensors of the described state as sources, by "parameter/key"; the same names on every rank.
 
     Raises SelectionError naming state of parts of parameters that other ranks have of theirs, and this one has not.
@@ -303,12 +248,12 @@ def _has_part(owner: Source, entry: Any) -> bool:
     return is_cut and _is_alike(entry, owner) and owner.local is not None and owner.local.numel() > 0
 
 
-def check_optimizer(optimizer: Any, description: Description, found: Mapping[str, Source]) -> None:
+def check(optimizer: Any, description: Description, found: Mapping[str, Source]) -> None:
     """Raise LoadError for parameters, groups or settings that are not those of the description. Changes nothing."""
     check_settings(match_groups(optimizer.param_groups, names_of(optimizer, found), description, found)[0])
 
 
-def restore_optimizer(
+def restore(
     optimizer: Any,
     description: Description,
     found: Mapping[str, Source],
@@ -349,6 +294,11 @@ def restore_optimizer(
     if missing and description["state"]:
         notes = [*notes, f"{len(missing)} parameter(s) had no state when saved"]
     return tuple(notes)
+
+
+def hooked_optimizer(optimizer: Any) -> tuple[Any, list[Tensor]]:
+    """The torch optimizer whose steps alone change what is captured, and the tensors they change beside its own."""
+    return optimizer, []
 
 
 def names_of(optimizer: Any, found: Mapping[str, Source]) -> list[list[str]]:
@@ -469,17 +419,3 @@ def _empty_state_tensor(entry: Any, parameter: Any, owner: Source) -> Tensor:
     if _is_alike(entry, owner):
         return torch.zeros_like(parameter.detach(), dtype=dtype, device=None if not entry["host"] else device)
     return torch.zeros(entry["shape"], dtype=dtype, device=device)
-
-
-class PlainOptimizers(OptimizerKind):
-    """Those of torch, and whatever inherits from them."""
-
-    is_plain = True
-    describe = staticmethod(describe_optimizer)
-    tensors = staticmethod(optimizer_tensors)
-    check = staticmethod(check_optimizer)
-    restore = staticmethod(restore_optimizer)
-
-    def serves(self, optimizer: Any) -> bool:
-        """Whether it is torch's."""
-        return isinstance(optimizer, torch.optim.Optimizer)

@@ -30,6 +30,7 @@ from ft_ckpt.training.items import (
     Key,
     labelled_sources,
     model_sources,
+    optimizer_of,
     optimizers_among,
     tied_names,
 )
@@ -165,9 +166,9 @@ def _check_item(item: Item, entry: Document, live: LiveRun, stored: "_StoredItem
     if key not in entry:
         raise LoadError(f"another kind of object in the checkpoint, expected the state of this {item.kind}")
     if item.kind == "optimizer":
-        ((_, kind, optimizer),) = optimizers_among([item])
+        module, optimizer = optimizer_of(item)
         description = description_of_rank(entry["optimizer"], live.ranks.rank)
-        kind.check(optimizer, description, labelled_sources(live.found))
+        module.check(optimizer, description, labelled_sources(live.found))
     elif item.kind == "model":
         _restore_item(item, entry, live.found, stored)
 
@@ -307,9 +308,10 @@ def _is_own(source: Source, place: str | None, rank: int) -> bool:
 def _tensors_by_name(live: LiveRun, document: Document) -> dict[str, Source]:
     """The tensors of a run by the names of `replicas`."""
     sources = {f"{item or WEIGHTS}/{name}": source for (item, name), source in live.found.items()}
-    for item, kind, optimizer in optimizers_among(live.items):
+    for item, module, optimizer in optimizers_among(live.items):
         if item.name in document["items"]:
-            state = kind.tensors(optimizer, document["items"][item.name]["optimizer"], labelled_sources(live.found))
+            description = document["items"][item.name]["optimizer"]
+            state = module.state_tensors(optimizer, description, labelled_sources(live.found))
             sources |= {f"{item.name}/{name}": source for name, source in state.items()}
     return sources
 
@@ -345,10 +347,10 @@ def _restore_item(item: Item, entry: Document, found: Mapping[Key, Source], stor
 
         def wanted_state() -> list[WantedTensor]:
             sources: list[Source] = []
-            ((_, kind, optimizer),) = optimizers_among([item])
+            module, optimizer = optimizer_of(item)
             labels = labelled_sources(found)
             fill_now = lambda source: fill_tensor(stored.wanted_by(source, source.name))  # noqa: E731
-            notes.extend(kind.restore(optimizer, entry["optimizer"], labels, fill_now, sources.append))
+            notes.extend(module.restore(optimizer, entry["optimizer"], labels, fill_now, sources.append))
             return [stored.wanted_by(source, source.name) for source in sources]
 
         stored.fill_all(item.name, wanted_state)

@@ -9,16 +9,17 @@ from ft_ckpt.distributed.fill import Filler, choose_filler
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, damaged_input, listing
 from ft_ckpt.messages import warn
+from ft_ckpt.training import zero_optimizer
 from ft_ckpt.training.accelerate_run import fit_point
 from ft_ckpt.training.choose import Wanted, choose_checkpoint
 from ft_ckpt.training.items import (
     Item,
     items_in_saved_order,
     known_sources,
-    optimizers_among,
     run_items,
     walk_models,
     with_extra_state,
+    zero_optimizers,
 )
 from ft_ckpt.training.restore import (
     LiveRun,
@@ -83,8 +84,8 @@ def restore_run(
             f"{point.checkpoint.location}: {listing(refused)}. Pass the same objects as the saved run, or "
             f"resume(allow=[names]) to go on without; {effect}"
         )
-    for _, kind, optimizer in optimizers_among(run_items(run.accelerator, run.registered)):
-        kind.refresh_weights(optimizer)
+    for optimizer in zero_optimizers(run_items(run.accelerator, run.registered)):
+        zero_optimizer.refresh_weights(optimizer)
     run.note_resumed(report)
     _settle_differences(report, run.config.on_difference)
     return ()
@@ -155,8 +156,8 @@ def _compare_with_run(run: TrainingRun, live: LiveRun, point: ResumePoint) -> tu
 def _restore_tensors(live: LiveRun, point: ResumePoint, fill_all: Filler, with_weights: bool) -> list[Restored]:
     """Restore the models and optimizers."""
     outcomes = [restore_weights(live.found, point, fill_all)] if with_weights else []
-    for _, kind, optimizer in optimizers_among(live.items):
-        kind.adopt_weights(optimizer)
+    for optimizer in zero_optimizers(live.items):
+        zero_optimizer.adopt_weights(optimizer)
     return outcomes + restore_items([item for item in live.items if item.kind != "object"], live, point, fill_all)
 
 

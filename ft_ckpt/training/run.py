@@ -31,7 +31,7 @@ from ft_ckpt.schedule import Every
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.store import Store
 from ft_ckpt.training import gradients as accumulation
-from ft_ckpt.training import rng, state
+from ft_ckpt.training import rng, state, zero_optimizer
 from ft_ckpt.training import state as capturing
 from ft_ckpt.training.data_position import DataPositions, check_position
 from ft_ckpt.training.gradients import StepWatch
@@ -41,12 +41,12 @@ from ft_ckpt.training.items import (
     known_sources,
     main_model,
     object_signatures,
-    optimizers_among,
     plain_optimizers,
     refuse_unsaveable,
     run_items,
     walk_models,
     with_extra_state,
+    zero_optimizers,
 )
 from ft_ckpt.training.restore import Restored, RestoreReport, Unread
 from ft_ckpt.training.state import Captured, Document, Objects, StoredTensors, tree_of_rank
@@ -77,9 +77,8 @@ def capture_rank_state(of: OnRank) -> dict[str, Any]:
     own |= {f"{_FEED}-{index}": state for index, state in enumerate(of.feeds.state_dicts())}
     if hasattr(of.accelerator, "step"):
         own[_STEPS], own[_SYNC] = int(of.accelerator.step), of.is_synced
-    kinds = [] if of.is_synced else optimizers_among(of.items)
-    if keeping := [kind.keeps_gradients for _, kind, optimizer in kinds if kind.is_accumulating(optimizer)]:
-        raise SelectionError(f"gradients: {keeping[0]} keeps them to itself; save when the optimizer has stepped")
+    if not of.is_synced and any(zero_optimizer.is_accumulating(optimizer) for optimizer in zero_optimizers(of.items)):
+        raise SelectionError("gradients: DeepSpeed keeps them to itself; save when the optimizer has stepped")
     if not of.is_synced or of.steps.is_pending(of.models.values):
         own[_GRADIENTS] = {name: accumulation.pending_gradients(model) for name, model in of.models.items()}
     return own

@@ -57,6 +57,7 @@ from ft_ckpt.training.items import (
     labelled_sources,
     model_sources,
     name_differing_tensors,
+    optimizer_of,
     optimizers_among,
     tied_names,
     walk_models,
@@ -163,8 +164,8 @@ def local_state(
         elif item.kind == "object":
             facts["items"][item.name], leaves[item.name] = flatten_tree(item.value.state_dict(), item.name, digest)
     known = labelled_sources(found)
-    for item, kind, optimizer in optimizers_among(items):
-        facts["items"][item.name] = {"optimizer": kind.describe(optimizer, known)}
+    for item, module, optimizer in optimizers_among(items):
+        facts["items"][item.name] = {"optimizer": module.describe(optimizer, known)}
     for name, value in own.items():
         facts["own"][name], leaves[name] = flatten_tree(value, name, False)
     return LocalState(facts, leaves)
@@ -334,8 +335,8 @@ def _summarize_tree(fact: Document) -> Document:
 def _item_entries(item: Item, local: LocalState, fact: Document, found: Mapping[Key, Source], rank: int) -> list[Entry]:
     """The entries of the tensors that an item has once for all ranks."""
     if item.kind == "optimizer":
-        ((_, kind, optimizer),) = optimizers_among([item])
-        return _prefixed_entries(item.name, kind.tensors(optimizer, fact["optimizer"], labelled_sources(found)))
+        module, optimizer = optimizer_of(item)
+        return _prefixed_entries(item.name, module.state_tensors(optimizer, fact["optimizer"], labelled_sources(found)))
     if item.kind == "model":
         tensors = model_sources(found, item.name)
         return _prefixed_entries(item.name, {names[0]: tensors[names[0]] for names in tied_names(tensors)})

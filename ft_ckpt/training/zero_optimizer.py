@@ -19,7 +19,7 @@ from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import decode_value, encode_value
 from ft_ckpt.training import optimizers
-from ft_ckpt.training.optimizers import Description, OptimizerKind, match_groups, set_groups, unwrap_optimizer
+from ft_ckpt.training.optimizers import Description, match_groups, set_groups, unwrap_optimizer
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -95,15 +95,15 @@ def hooked_optimizer(optimizer: Any) -> tuple[Any, list[Tensor]]:
     return (None, []) if changed is None else (optimizer.optimizer, changed)
 
 
-def describe_zero(optimizer: Any, found: Mapping[str, Source]) -> Description:
-    """As `describe_optimizer`, with "masters" ({name: dtype}) and "scaler" (the loss scaler's numbers) beside.
+def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
+    """As `optimizers.describe`, with "masters" ({name: dtype}) and "scaler" (the loss scaler's numbers) beside.
 
     The same on every rank. Masters of the weights' own dtype are the weights and are left out. Raises SelectionError
     naming what cannot be kept; it can be asked before the first step.
     """
     optimizer = unwrap_optimizer(optimizer)
     partitions = _partitions_of(optimizer, found)
-    groups = optimizers.describe_optimizer(_unflatten_groups(optimizer, partitions), found)
+    groups = optimizers.describe(_unflatten_groups(optimizer, partitions), found)
     masters = {
         place.owner.name: dtype_name(partition.master.dtype)
         for partition in partitions
@@ -114,7 +114,7 @@ def describe_zero(optimizer: Any, found: Mapping[str, Source]) -> Description:
     return {**groups, **own, "masters": masters, "scaler": scaler_numbers(optimizer)}
 
 
-def zero_tensors(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
+def state_tensors(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
     """The described tensors as sources by "parameter/key", masters as "parameter/master"; the same on every rank.
 
     Raises SelectionError naming state that other ranks have and this one has not.
@@ -138,13 +138,13 @@ def zero_tensors(optimizer: Any, description: Description, found: Mapping[str, S
     return sources
 
 
-def check_zero(optimizer: Any, description: Description, found: Mapping[str, Source]) -> None:
-    """As `optimizers.check_optimizer`."""
+def check(optimizer: Any, description: Description, found: Mapping[str, Source]) -> None:
+    """As `optimizers.check`."""
     optimizer = unwrap_optimizer(optimizer)
-    optimizers.check_optimizer(_unflatten_groups(optimizer, _partitions_of(optimizer, found)), description, found)
+    optimizers.check(_unflatten_groups(optimizer, _partitions_of(optimizer, found)), description, found)
 
 
-def restore_zero(
+def restore(
     optimizer: Any,
     description: Description,
     found: Mapping[str, Source],
@@ -176,7 +176,7 @@ def restore_zero(
 def adopt_weights(optimizer: Any) -> None:
     """Make the masters from the live weights, as they are rounded. Not collective.
 
-    `restore_zero` begins with it. It is for weights that came back without an optimizer's state, too: the masters would
+    `restore` begins with it. It is for weights that came back without an optimizer's state, too: the masters would
     overwrite them at the next step, or in `refresh_weights`.
     """
     unwrap_optimizer(optimizer).refresh_fp32_params()
@@ -376,24 +376,3 @@ def _read_run(place: Slot, key: str, dtype: torch.dtype, into: Tensor, fills: _F
     read = torch.empty(source.local.shape, dtype=dtype)
     fills[0](replace(source, dtype=dtype).holding(read))
     source.local.copy_(read)
-
-
-class ZeroOptimizers(OptimizerKind):
-    """Those that DeepSpeed partitions; `zero_optimizer` does what is asked."""
-
-    keeps_gradients = "DeepSpeed"
-
-    serves = staticmethod(is_zero)
-    describe = staticmethod(describe_zero)
-    tensors = staticmethod(zero_tensors)
-    check = staticmethod(check_zero)
-    restore = staticmethod(restore_zero)
-    hooked_optimizer = staticmethod(hooked_optimizer)
-    is_accumulating = staticmethod(is_accumulating)
-    adopt_weights = staticmethod(adopt_weights)
-    refresh_weights = staticmethod(refresh_weights)
-
-    def run_counters(self, accelerator: Any) -> Any:
-        """Those of the engine that Accelerate has made."""
-        wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
-        return None if wrapped is None else EngineCounters(wrapped.engine)

@@ -155,7 +155,7 @@ def refuse(size: int, folder: Path) -> None:
         with pytest.raises(
             SelectionError, match=rf"^{LIST}\.0\.weight: groups of ranks .* no copies .*\[0, 1\] and \[0, 1\] here"
         ):
-            zero_optimizer.describe_zero(engine.optimizer, ModelTensors(engine).sources())
+            zero_optimizer.describe(engine.optimizer, ModelTensors(engine).sources())
     model.fused = nn.Parameter(torch.zeros(3))
     model.fused.allreduce, model.fused.group_name = False, f"ep_size_{size}"
     with pytest.raises(IncompleteError, match=r"^fused: experts of this rank alone \(numbers unknown\)"):

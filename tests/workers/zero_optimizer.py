@@ -121,10 +121,10 @@ def train(live: Any, steps: range, alike: bool = False) -> list[float]:
 def capture(live: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """What a checkpoint has: the description, and all tensors in full, weights included; on every rank."""
     found = ModelTensors(live).sources()
-    described = zero_optimizer.describe_zero(live.optimizer, found)
+    described = zero_optimizer.describe(live.optimizer, found)
     described = json.loads(json.dumps(described))
     described["counters"] = EngineCounters(live).state_dict()
-    captured = zero_optimizer.zero_tensors(live.optimizer, described, found)
+    captured = zero_optimizer.state_tensors(live.optimizer, described, found)
     full = gather_tensors([*found.values(), *captured.values()], current_ranks(), 256)
     shared = [full]
     dist.broadcast_object_list(shared)
@@ -158,7 +158,7 @@ def restore(live: Any, described: dict[str, Any], full: Mapping[str, torch.Tenso
     with torch.no_grad():
         for source in found.values():
             fill(source)
-    notes = zero_optimizer.restore_zero(live.optimizer, described, found, fill)
+    notes = zero_optimizer.restore(live.optimizer, described, found, fill)
     zero_optimizer.refresh_weights(live.optimizer)
     if "counters" in described:
         EngineCounters(live).load_state_dict(described["counters"])
@@ -262,8 +262,8 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 
 def plain_capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     found = ModelTensors(model).sources()
-    described = optimizers.describe_optimizer(optimizer, found)
-    every = [*found.values(), *optimizers.optimizer_tensors(optimizer, described, found).values()]
+    described = optimizers.describe(optimizer, found)
+    every = [*found.values(), *optimizers.state_tensors(optimizer, described, found).values()]
     return described, {source.name: source.live.detach().clone() for source in every}
 
 
@@ -303,7 +303,7 @@ def to_plain(case: str, folder: Path) -> None:
     with torch.no_grad():
         for source in found.values():
             fill(source)
-    optimizers.restore_optimizer(optimizer, described, found, fill)
+    optimizers.restore(optimizer, described, found, fill)
     got, state = plain_capture(model, optimizer)
     assert (got["groups"], got["state"]) == (described["groups"], described["state"])
     same(state, full)
@@ -396,18 +396,18 @@ def refused(case: str, folder: Path) -> None:
     live = engine(case)
     found = ModelTensors(live).sources()
     with pytest.raises(SelectionError, match="of no known model"):
-        zero_optimizer.describe_zero(live.optimizer, {"scale": found["scale"]})
+        zero_optimizer.describe(live.optimizer, {"scale": found["scale"]})
     train(live, range(1))
     partition = next(iter(live.optimizer.optimizer.state))
     live.optimizer.optimizer.state[partition]["absmax"] = torch.ones(2)
     with pytest.raises(SelectionError, match=r"embed.weight: absmax: shape \[2\], not cut like the parameters"):
-        zero_optimizer.describe_zero(live.optimizer, found)
+        zero_optimizer.describe(live.optimizer, found)
     if hasattr(live.optimizer, "fp16_groups"):
         live.optimizer.optimizer.param_groups[0]["moe"], refusal = True, "experts spread over ranks"
     else:
         live.optimizer.model_parallel_world_size, refusal = 2, "model parallelism"
     with pytest.raises(SelectionError, match=refusal):
-        zero_optimizer.describe_zero(live.optimizer, found)
+        zero_optimizer.describe(live.optimizer, found)
 
 
 def scaled(case: str, folder: Path) -> None:
