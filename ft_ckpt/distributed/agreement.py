@@ -1,6 +1,6 @@
 """Agreement of ranks: collects a value of each rank in torch's store and computes one verdict for all.
 
-A verdict is a dictionary: what every rank is `told`, or a `problem` and the `kind` of error that every rank raises.
+A verdict is a dictionary: `told`, the result for every rank, or a `problem` and the `kind` of error all ranks raise.
 """
 
 import json
@@ -18,27 +18,26 @@ from ft_ckpt import errors
 from ft_ckpt.errors import CheckpointError, NoSpaceError, RankError, RanksDisagreeError
 
 ADVICE = "call it on every rank, not under `if accelerator.is_main_process`, and with the same arguments"
-Values = Sequence[Mapping[str, Any]]  # of all ranks, in rank order; what is equal is one object
+Values = Sequence[Mapping[str, Any]]  # of all ranks, in rank order; equal values are one object
 Verdict = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What a meeting came to."""
+    """The result of an agreement."""
 
     told: Any
-    """On every rank: what was made of all values, by default rank 0's."""
+    """On every rank: the result of `decide`, by default rank 0's value."""
     values: Values = ()
-    """On rank 0 alone: the value of each rank."""
+    """On rank 0 only: the value of each rank."""
 
 
 def value_of_leader(values: Values) -> Any:
-    """Rank 0's."""
     return values[0]
 
 
 def error_facts(error: BaseException | None) -> dict[str, Any]:
-    """The facts of an error that other ranks need: its text, and whether a disk is full."""
+    """The error as other ranks need it: its text, and whether a disk is full."""
     if error is None:
         return {"error": None, "full": False}
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -46,20 +45,20 @@ def error_facts(error: BaseException | None) -> dict[str, Any]:
 
 
 def failure_of_rank(rank: int, error: BaseException) -> Verdict:
-    """What a rank that has failed leaves for the others."""
-    own = error_facts(error)
-    return _refusal(NoSpaceError if own["full"] else RankError, f"rank {rank} failed: {own['error']}")
+    """The verdict that a failed rank leaves for the others."""
+    facts = error_facts(error)
+    return _refusal(NoSpaceError if facts["full"] else RankError, f"rank {rank} failed: {facts['error']}")
 
 
 def disagreement(problem: str) -> Verdict:
-    """The verdict that ranks did not do the same."""
+    """The verdict that ranks made different calls or passed different values."""
     return _refusal(RanksDisagreeError, problem)
 
 
 def verdict_on(values: Values, decide: Callable[[Values], Any]) -> Verdict:
-    """What every rank is told: what `decide` makes of all values, or what it raises."""
+    """The verdict for every rank: the result of `decide`, or the error it raised."""
     try:
-        return {"problem": None, "told": json.loads(json.dumps(decide(values)))}  # as the others read it
+        return {"problem": None, "told": json.loads(json.dumps(decide(values)))}  # as other ranks read it
     except Exception as error:  # noqa: BLE001 - raised on every rank
         kind = type(error) if isinstance(error, CheckpointError) else RankError
         return _refusal(kind, error_facts(error)["error"])
@@ -68,7 +67,7 @@ def verdict_on(values: Values, decide: Callable[[Values], Any]) -> Verdict:
 def judge_entries(
     what: str, entries: dict[int, dict[str, Any]], size: int, same: tuple[str, ...], limit: float
 ) -> Verdict | None:
-    """The verdict on a problem that the ranks' entries show, None for none; `same` names fields to be equal."""
+    """The verdict on a problem that the entries of the ranks show, or None; `same` names fields that must be equal."""
     missing = [rank for rank in range(size) if rank not in entries]
     if missing:
         return disagreement(f"{what}: rank(s) {rank_numbers(missing)} did not enter it within {limit:g} s; {ADVICE}")
@@ -85,31 +84,27 @@ def judge_entries(
     return disagreement(f"{what}: ranks disagree: {'; '.join(differing)}") if differing else None
 
 
-def raise_told(told: Verdict) -> NoReturn:
-    """Raise what a verdict or a report of failure says."""
-    raise _error_told(told)
-
-
-def _error_told(told: Verdict) -> CheckpointError:
-    kind: type[CheckpointError] = getattr(errors, told["kind"])
-    return kind(told["problem"])
+def raise_problem(verdict: Verdict) -> NoReturn:
+    """Raise the error of a verdict or of a failure report."""
+    kind: type[CheckpointError] = getattr(errors, verdict["kind"])
+    raise kind(verdict["problem"])
 
 
 def runs_of(values: Sequence[Any]) -> dict[str, Any]:
-    """Values of all ranks, said once each, with how many neighbours have them; `values_of_runs` reads it."""
+    """Run-length encoded values of all ranks; `values_of_runs` decodes them."""
     texts = [json.dumps(value) for value in values]
     places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
     runs = [[places[text], len([*some])] for text, some in groupby(texts)]
     return {"values": [json.loads(text) for text in places], "runs": runs}
 
 
-def values_of_runs(told: Mapping[str, Any]) -> list[Any]:
-    """The value of each rank; what is equal is one object."""
-    return [told["values"][place] for place, count in told["runs"] for _ in range(count)]
+def values_of_runs(encoded: Mapping[str, Any]) -> list[Any]:
+    """The value of each rank; equal values are one object."""
+    return [encoded["values"][place] for place, count in encoded["runs"] for _ in range(count)]
 
 
 def rank_numbers(ranks: Sequence[int]) -> str:
-    """The ranks in one line, the first eight of them by number."""
+    """The ranks as text, at most eight of them by number."""
     shown = ", ".join(map(str, sorted(ranks)[:8]))
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
 
@@ -120,18 +115,19 @@ def _refusal(kind: type[CheckpointError], problem: str) -> Verdict:
 
 def _field_difference(name: str, entries: list[dict[str, Any]]) -> str | None:
     first = entries[0]["value"].get(name)
-    odd = [rank for rank, entry in enumerate(entries) if entry["value"].get(name) != first]
-    if not odd:
+    differing = [rank for rank, entry in enumerate(entries) if entry["value"].get(name) != first]
+    if not differing:
         return None
-    return f"{name} is {first!r} on rank 0 and {entries[odd[0]]['value'].get(name)!r} on rank(s) {rank_numbers(odd)}"
+    other = entries[differing[0]]["value"].get(name)
+    return f"{name} is {first!r} on rank 0 and {other!r} on rank(s) {rank_numbers(differing)}"
 
 
-_PART_BYTES = 4 << 20  # of one key: torch's store ends at more than 8 MiB, and takes the process group with it
-_KEYS_AT_ONCE = 32  # the server has all that one call asks for in memory
+_PART_BYTES = 4 << 20  # per key: above 8 MiB torch's store dies, and the process group with it
+_KEYS_AT_ONCE = 32  # per call, because the server holds all of its answer in memory
 
 
 def put_value(store: Any, key: str, value: Any) -> int:
-    """Store a value under one key, or in parts of which the one under that key comes last; how many these are."""
+    """Store a value in parts under `key` and further keys, `key` last. Returns the number of parts."""
     text = json.dumps(value).encode()
     parts = [text[low : low + _PART_BYTES] for low in range(0, len(text), _PART_BYTES)]
     for number, part in enumerate(parts[1:], 1):
@@ -141,7 +137,7 @@ def put_value(store: Any, key: str, value: Any) -> int:
 
 
 def get_values(store: Any, keys: Sequence[str]) -> Iterator[Any]:
-    """The value under each of the keys, which are there; values that are equal are one object."""
+    """The value under each of the keys, which exist; equal values are one object."""
     known: dict[bytes, Any] = {}
     for low in range(0, len(keys), _KEYS_AT_ONCE):
         some = keys[low : low + _KEYS_AT_ONCE]
@@ -154,7 +150,7 @@ def get_values(store: Any, keys: Sequence[str]) -> Iterator[Any]:
 
 
 def delete_value(store: Any, key: str, parts: int) -> None:
-    """Take a value out that is in so many parts. Raises RuntimeError or NotImplementedError where stores only grow."""
+    """Delete a value of so many parts. Raises RuntimeError or NotImplementedError if the store cannot delete."""
     store.delete_key(key)
     for number in range(1, parts):
         store.delete_key(_part_key(key, number))
@@ -164,35 +160,32 @@ def _part_key(key: str, number: int) -> str:
     return f"{key}/part-{number}"
 
 
-_LEAST_SECONDS = 10.0  # that an answer may take on a machine that is busy with other things
+_LEAST_SECONDS = 10.0  # answers may take this long on a busy machine
 _Call = tuple[futures.Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class AnsweringStore:
-    """A store by whose calls RankError is raised when it has not answered for `silent_seconds`, and ever after.
-
-    It has at least ten seconds to answer.
-    """
+    """A store whose calls raise RankError after `silent_seconds` (at least 10 s) without an answer, and ever after."""
 
     def __init__(self, store: Any, silent_seconds: float = 600.0) -> None:
         self.silent_seconds = silent_seconds
         self._store, self._calls, self._is_silent = store, SimpleQueue[_Call](), False
-        self._one_at_a_time = threading.Lock()  # so that nobody takes another's wait for silence
+        self._one_at_a_time = threading.Lock()  # so that the wait of one call is not counted as silence of another
         threading.Thread(target=_answer_calls, args=(self._calls,), name="ft_ckpt-store", daemon=True).start()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(self._ask, getattr(self._store, name))
 
     def clone(self) -> "AnsweringStore":
-        """A client of its own to the same store."""
+        """A separate client of the same store."""
         return AnsweringStore(self._store.clone(), self.silent_seconds)
 
-    def _ask(self, call: Callable[..., Any], *given: Any) -> Any:
-        waits = sum((one for one in given if isinstance(one, timedelta)), timedelta()).total_seconds()
+    def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        waits = sum((value for value in arguments if isinstance(value, timedelta)), timedelta()).total_seconds()
         limit, answer = max(self.silent_seconds, _LEAST_SECONDS), futures.Future[Any]()
         with self._one_at_a_time:
             if not self._is_silent:
-                self._calls.put((answer, call, given))
+                self._calls.put((answer, call, arguments))
                 self._is_silent = not futures.wait([answer], limit + waits).done
         if not self._is_silent:
             return answer.result()
@@ -204,8 +197,8 @@ class AnsweringStore:
 
 def _answer_calls(calls: "SimpleQueue[_Call]") -> None:
     while True:
-        answer, call, given = calls.get()
+        answer, call, arguments = calls.get()
         try:
-            answer.set_result(call(*given))
+            answer.set_result(call(*arguments))
         except Exception as error:  # noqa: BLE001 - raised where the call was made
             answer.set_exception(error)

@@ -1,9 +1,9 @@
 """This rank, its process group, and collective operations that end on all ranks when one fails.
 
-Agreement goes through the process group's key-value store, not through a collective: nobody sits in a GPU operation
-while rank 0 writes (so no watchdog fires), a rank that does not come is known by number, and an error on one rank
-reaches the others within a second: a rank that fails goes straight to the next meeting and reports it there, and the
-others look for such reports wherever they wait. The same calls work with one process and no process group.
+Agreement goes through the process group's key-value store, not through a collective: no rank waits in a GPU operation
+while rank 0 writes (so no watchdog fires), a missing rank is known by number, and an error on one rank reaches the
+others within a second: a rank that fails goes straight to the next agreement and reports it there, and the others
+poll for such reports wherever they wait. The same calls work with one process and no process group.
 """
 
 import json
@@ -36,7 +36,7 @@ from ft_ckpt.errors import CheckpointError, RankError, RanksDisagreeError
 
 @contextmanager
 def beside_thread(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run `work` in a daemon thread while the block runs; it returns soon after the event it is given is set."""
+    """Run `work` in a daemon thread during the block; it must return soon after its event is set."""
     done = threading.Event()
     thread = threading.Thread(target=work, args=(done,), name=name, daemon=True)
     thread.start()
@@ -48,9 +48,9 @@ def beside_thread(name: str, work: Callable[[threading.Event], None]) -> Iterato
 
 
 _BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any sensible time-out
-_LOOK_SECONDS = 0.1  # between looks, of a rank at work, for reports of failure
-_LOOKS_PER_SECOND = 1000  # at most, of all ranks together: one process answers them
-_MOST_LOOKED_AT = 32  # ranks whose signs of life are looked for at a time
+_POLL_SECONDS = 0.1  # between polls of a working rank for failure reports
+_POLLS_PER_SECOND = 1000  # at most, of all ranks together: one process answers them
+_MOST_POLLED = 32  # ranks whose signs of life are polled at a time
 
 
 @dataclass
@@ -63,16 +63,16 @@ class Ranks:
     timeout_seconds: float = 600.0
     rounds: int = 0
     slots: int = 0
-    channel: str = ""  # meetings of another thread, which do not mix with those of the main one
-    scope: str = ""  # of the attempts this rank is in: their meetings are counted apart
-    ahead: tuple[str, ...] = ()  # keys of the meetings after these attempts
-    spent: list[str] = field(default_factory=list)  # this rank's keys that nobody needs once all have met again
-    further: dict[str, int] = field(default_factory=dict)  # keys of this rank whose value is in as many parts
-    looked_at: float = 0.0  # for reports of failure
+    channel: str = ""  # separates the agreements of another thread from the main one's
+    scope: str = ""  # of the attempts this rank is in: their agreements are counted separately
+    ahead: tuple[str, ...] = ()  # keys of the agreements after these attempts
+    spent: list[str] = field(default_factory=list)  # this rank's keys that no rank needs after the next agreement
+    further: dict[str, int] = field(default_factory=dict)  # number of parts of this rank's values, by key
+    polled_at: float = 0.0  # for failure reports
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that writes."""
+        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
@@ -89,18 +89,18 @@ class Ranks:
         timeout_seconds: float | None = None,
         decide: Callable[[Values], Any] = agreement.value_of_leader,
     ) -> Agreed:
-        """Meet at `what` with a `value` (JSON); rank 0 calls `decide` with all values, and every rank gets its result.
+        """Exchange a `value` (JSON) of each rank: rank 0 calls `decide` with all, and every rank gets its result.
 
-        The result should not grow with the number of ranks, because every rank reads it. `decide` may take long: rank 0
-        reports meanwhile that it is alive. The fields named in `same` must be equal everywhere. Raises this rank's own
-        `error` unchanged; on the other ranks RankError naming the rank that failed, or NoSpaceError; on all ranks what
-        `decide` raises; RanksDisagreeError when values differ or when a rank does not come within `timeout_seconds`
-        (default: the object's), or cannot come any more.
+        `what` names the call in errors. The result should not grow with the number of ranks, because every rank reads
+        it. `decide` may take long: rank 0 reports meanwhile that it is alive. The fields named in `same` must be equal
+        on all ranks. Raises this rank's own `error` unchanged; on the other ranks RankError naming the rank that
+        failed, or NoSpaceError; on all ranks what `decide` raises; RanksDisagreeError if values differ, or if a rank
+        does not call it within `timeout_seconds` (default: the object's) or cannot any more.
         """
         if self.size == 1:
             if error is not None:
                 raise error
-            alone = [json.loads(json.dumps(dict(value or {})))]  # as several ranks would see it
+            alone = [json.loads(json.dumps(dict(value or {})))]  # JSON, as with several ranks
             return Agreed(json.loads(json.dumps(decide(alone))), alone)
         own = {"what": what, "value": dict(value or {}), **agreement.error_facts(error)}
         self._report_failure(error)
@@ -114,19 +114,19 @@ class Ranks:
                 found, values = self._collect_entries(what, same, limit, decide)
             else:
                 found = self._await_verdict(what, limit)
-        except CheckpointError as told:
-            raise (told if error is None else error) from None
+        except CheckpointError as problem:
+            raise (problem if error is None else error) from None
         if error is not None:
             raise error
         if found["problem"]:
-            agreement.raise_told(found)
+            agreement.raise_problem(found)
         return Agreed(found["told"], values)
 
     def attempt(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """The result of `action` and None, or None and what it raised. On all ranks, and before they agree on it.
+        """The result of `action` and None, or None and the error it raised. On all ranks, which then agree on it.
 
-        Meanwhile the others know this rank to be at work. What it raises is raised on them as well, as soon as they
-        wait or look (`check_peers`) inside their `action`; so all come to that agreement, wherever each of them was.
+        Meanwhile this rank reports that it is alive. Its error is raised on the other ranks too as soon as they wait or
+        poll (`check_peers`) inside their `action`, so all reach the agreement, wherever each of them was.
         """
         if self.size == 1:
             return try_action(action)
@@ -142,24 +142,24 @@ class Ranks:
         return result, error
 
     def check_peers(self) -> None:
-        """Raise what another rank has failed with: NoSpaceError, or RankError naming it. Cheap enough for any loop."""
+        """Raise the failure of another rank: NoSpaceError, or RankError naming it. Cheap enough for any loop."""
         now = time.monotonic()
-        if self.size > 1 and now >= self.looked_at + max(_LOOK_SECONDS, self.size / _LOOKS_PER_SECOND):
-            self.looked_at = now
+        if self.size > 1 and now >= self.polled_at + max(_POLL_SECONDS, self.size / _POLLS_PER_SECOND):
+            self.polled_at = now
             self._check_failures()
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Report to the other ranks, while the block runs, that this one is alive, so that they go on waiting.
+        """Report during the block that this rank is alive, so that the others go on waiting.
 
-        From a thread, since the work may sit in one long system call. When the process dies, so does the thread.
+        A thread reports, because the work may be one long system call. It dies with the process.
         """
         if self.size == 1:
             yield
             return
 
         def send_beats(done: threading.Event) -> None:
-            with suppress(RankError):  # the store is gone, which is told where something waits for it
+            with suppress(RankError):  # the store is gone: raised where something waits for it
                 while not done.wait(_BEAT_SECONDS):
                     self.store.set(self._beat_key(self.rank), str(time.monotonic_ns()))
 
@@ -167,10 +167,10 @@ class Ranks:
             yield
 
     def open_receive_slot(self, bringing: Iterable[int]) -> None:
-        """Wait, as one ready to receive, until the ranks `bringing` tensors are all ready to send.
+        """Wait, ready to receive, until the ranks `bringing` tensors are all ready to send.
 
-        A send that nobody receives would end with the group's time-out, however healthy the disk one waits for; and
-        so would a receive from a rank that has failed. Raises as `await_receive_slot` does.
+        A send without a receiver, or a receive from a failed rank, would run into the time-out of the process group.
+        Raises as `await_receive_slot` does.
         """
         self.slots += 1
         turn, ready = f"{self.rounds}/turn/{self.slots}", list(bringing)
@@ -183,9 +183,9 @@ class Ranks:
         self.store.set(self._store_key(turn), "")
 
     def await_receive_slot(self, brings: bool, to: int = 0) -> None:
-        """Wait, on other ranks, until the rank `to` is ready to receive; not unless this one `brings` tensors.
+        """On other ranks: wait until the rank `to` is ready to receive, if this one `brings` tensors.
 
-        Raises what another rank has failed with, or RankError when that rank falls silent or has gone on.
+        Raises the failure of another rank, or RankError if the rank `to` falls silent or has gone on.
         """
         self.slots += 1
         turn = f"{self.rounds}/turn/{self.slots}"
@@ -200,9 +200,9 @@ class Ranks:
     def _collect_entries(
         self, what: str, same: tuple[str, ...], limit: float, decide: Callable[[Values], Any]
     ) -> tuple[dict[str, Any], Values]:
-        """Collect the entries of all ranks, and store the verdict on them for the others.
+        """Collect the entries of all ranks and store the verdict for the others.
 
-        Each rank forgets what it put itself: for one to do it would take a call for each of the others.
+        Each rank deletes its own keys: one rank would need a call per rank.
         """
         names = [f"{self.rounds}/{rank}" for rank in range(self.size)]
         all_came = self._await_names(names[1:], range(1, self.size), limit)
@@ -221,41 +221,41 @@ class Ranks:
         return found, values
 
     def _await_verdict(self, what: str, limit: float) -> dict[str, Any]:
-        """Wait for rank 0, however long it is at work, and then for its verdict, which it gives within `limit`."""
+        """Wait for rank 0 as long as it reports that it is alive, and then at most `limit` for its verdict."""
         arrived = self._await_names([f"{self.rounds}/0"], [0], limit)
         if arrived and self._await_names([f"{self.rounds}/verdict"], [0], limit + 60.0):
             verdict: agreement.Verdict
             (verdict,) = get_values(self.store, [self._store_key(f"{self.rounds}/verdict")])
-            if not verdict["problem"]:  # else a rank that is late must see who has gone on
+            if not verdict["problem"]:  # else a late rank must see which ranks have gone on
                 self._delete_key(self._store_key(f"{self.rounds}/{self.rank}"))
                 self._forget_spent()  # all have come, so they are past the turns of this rank
             return verdict
-        # Rank 0 may still come: it must not take this rank's entry for its presence.
+        # Rank 0 may still arrive: it must not take this rank's entry for its presence.
         own = {"what": what, "value": {}, "error": f"gave up after {limit:g} s", "full": False}
         self._put_value(f"{self.rounds}/{self.rank}", own)
         found = "rank 0 came and then fell silent" if arrived else f"rank(s) 0 did not enter {what}"
         return agreement.disagreement(f"{what}: {found} within {limit:g} s; {ADVICE}")
 
     def _await_names(self, names: Sequence[str], awaited: Iterable[int], limit: float) -> bool:
-        """Wait for `names`, each put by one of the ranks `awaited`; False after `limit` seconds without a sign of life.
+        """Wait for `names`, each set by one of the ranks `awaited`; False after `limit` seconds without a sign of life.
 
-        Of many that are missing the first few are looked at. Raises what `_check_failures` does.
+        If many are missing, only the first ones are polled. Raises as `_check_failures` does.
         """
         deadline, heard, missing = time.monotonic() + limit, b"", deque(zip(names, awaited, strict=True))
         while not self._have_arrived(missing, min(_BEAT_SECONDS, max(deadline - time.monotonic(), 0.001))):
-            first = [*islice(missing, _MOST_LOOKED_AT)]
+            first = [*islice(missing, _MOST_POLLED)]
             self._check_failures(first)
             beats = [self._beat_key(rank) for _, rank in first]
             beat = b" ".join(self.store.get(key) for key in beats if self.store.check([key]))
             if beat != heard:
-                # One seen for the first time may be an old one: it counts only as what the next is compared to.
+                # The first beat seen may be an old one: only a change counts as a sign of life.
                 heard, deadline = beat, time.monotonic() + limit if heard else deadline
             if time.monotonic() > deadline:
                 return False
         return True
 
     def _check_failures(self, missing: Sequence[tuple[str, int]] = ()) -> None:
-        """Raise why ranks will not put what is `missing` of them: a rank has failed, or they have gone on without."""
+        """Raise if keys in `missing` will never be set: a rank has failed, or has gone on without this one."""
         for meeting in (*self.ahead, self._store_key(f"{self.rounds + 1}")):
             failed = self.store.check([f"{meeting}/failed"])
             gone = [rank for _, rank in missing if self.store.check([f"{meeting}/{rank}"])]
@@ -263,7 +263,7 @@ class Ranks:
                 continue  # a rank that has put the last of them may be at the next meeting already
             if not failed:
                 raise RanksDisagreeError(f"rank(s) {rank_numbers(gone)} went on without this one; {ADVICE}")
-            agreement.raise_told(json.loads(self.store.get(f"{meeting}/failed")))
+            agreement.raise_problem(json.loads(self.store.get(f"{meeting}/failed")))
 
     def _report_failure(self, error: BaseException | None) -> None:
         """Report at the next meeting that this rank has failed; the first report of any rank counts."""

@@ -1,4 +1,4 @@
-"""Pending gradients: what gradient accumulation has summed up on this rank since the last step."""
+"""Pending gradients: those that gradient accumulation has summed on this rank since the last step."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -10,36 +10,34 @@ from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.wrappers import unwrap
 from ft_ckpt.errors import SelectionError
 
-_TAKEN = "_ft_ckpt_taken"  # attribute of a gradient that a step has taken in: its version then
+_TAKEN = "_ft_ckpt_taken"  # attribute of a gradient that a step has used: its version then
 
 
 class StepWatch:
-    """What the steps of optimizers take in: a hook after each step marks the gradients that it has used.
+    """Tracks pending gradients: a step post-hook marks the gradients that an optimizer has used.
 
-    Gradients that were made or changed since wait for the next step.
+    Gradients made or changed since then are pending.
     """
 
     def __init__(self) -> None:
-        self._hooks: dict[
-            int, tuple[torch.optim.Optimizer, Any]
-        ] = {}  # by id, which is the optimizer's while it is here
+        self._hooks: dict[int, tuple[torch.optim.Optimizer, Any]] = {}  # by id of the optimizer, which is kept alive
         self._has_stepped = False
 
     def watch_optimizers(self, optimizers: Iterable[Any]) -> None:
-        """Hear of each step from now on; those that are no torch optimizers, or hide their steps, cannot be heard."""
-        for one in optimizers:
-            heard = isinstance(one, torch.optim.Optimizer) and getattr(type(one).step, "hooked", False)
-            if heard and id(one) not in self._hooks:
-                self._hooks[id(one)] = (one, one.register_step_post_hook(self._mark_taken))
+        """Hook the optimizers that are torch's and call step hooks; others cannot be tracked."""
+        for optimizer in optimizers:
+            is_hooked = isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer).step, "hooked", False)
+            if is_hooked and id(optimizer) not in self._hooks:
+                self._hooks[id(optimizer)] = (optimizer, optimizer.register_step_post_hook(self._mark_taken))
 
     def is_unfinished(self, models: Callable[[], Iterable[nn.Module]]) -> bool:
-        """Whether gradients wait for a step, and none was made since this was last asked."""
+        """Whether gradients are pending and no step was taken since the last call."""
         stepped, self._has_stepped = self._has_stepped, False
         return not stepped and self.is_pending(models)
 
     def is_pending(self, models: Callable[[], Iterable[nn.Module]]) -> bool:
-        """Whether a parameter of these optimizers, or one that FSDP2 keeps whole in what `models` gives, has a gradient
-        that no step has taken in.
+        """Whether a parameter of these optimizers, or one of `models` that FSDP2 keeps unsharded, has a gradient that
+        no step has used.
         """
         if not self._hooks:
             return False
@@ -50,7 +48,7 @@ class StepWatch:
         return any(one.read() is not None for one in kept)
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for _, handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -62,14 +60,14 @@ class StepWatch:
 
 
 def drop_gradients(model: nn.Module) -> None:
-    """Leave no gradient, as before the first backward."""
+    """Set all gradients to None, as before the first backward."""
     restore_gradients(model, {})
 
 
 def pending_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's gradients of a step that is not complete, by raw parameter name.
+    """This rank's gradients of an incomplete step, by raw parameter name.
 
-    Raises SelectionError under engines that keep them out of reach until the step is complete.
+    Raises SelectionError under engines that hide them until the step is complete.
     """
     root = unwrap(model)
     hiding = wrappers.hiding_gradients(model)
@@ -82,7 +80,7 @@ def pending_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def restore_gradients(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Put back what `pending_gradients` gave; parameters that are not in it have none."""
+    """Restore the gradients of `pending_gradients`; other parameters get None."""
     root = unwrap(model)
     whole = wrappers.kept_gradients(root)
     wrappers.drop_kept_gradients(root)
