@@ -1,7 +1,7 @@
 """The items of a run: named objects (models, optimizers, loaders, ...) and the tensors of its models.
 
-Names are chosen so that nothing is told by them: a tensor is known by its model's item and its name in that model, and
-what names a state uses itself no object can have.
+Names carry no meaning: a tensor is identified by its model's item and its name in that model. Objects cannot have the
+names that a state uses itself.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,43 +23,43 @@ from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, Selection
 from ft_ckpt.training import optimizers, zero_optimizer
 from ft_ckpt.training.zero_optimizer import EngineCounters, is_zero
 
-ENGINE = "engine"  # the item of what an engine counts by itself
-EXTRA_STATE = "extra state"  # the item of what a model's modules list beside parameters and buffers
+ENGINE = "engine"  # the item of the engine's own counters
+EXTRA_STATE = "extra state"  # the item of module state beside parameters and buffers
 Signatures = Mapping[str, str]
 Key = tuple[str, str]  # of a tensor: its model's item, "" for the model that is saved, and its name there
-_OWN = frozenset({"weights", "rng", "gradients", "accumulation", ENGINE})  # names in a state that are no object's
+_OWN = frozenset({"weights", "rng", "gradients", "accumulation", ENGINE})  # reserved names
 _OWN_BEGINNINGS = ("rank-", "loader-", EXTRA_STATE)
 
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """One object whose state a run needs; `kind` says how it is asked: "optimizer", "model" or "object"."""
+    """One object whose state a run needs; `kind` is "optimizer", "model" or "object" (with a state dict)."""
 
     name: str
     kind: str
     value: Any
-    series: str = ""  # "model", "scheduler" or "custom" where Accelerate's order gives the name, and nobody else
+    series: str = ""  # "model", "scheduler" or "custom" if the name comes from Accelerate's order alone
 
 
 @dataclass(frozen=True, eq=False)
 class ExtraState:
-    """What the modules of a model list beside parameters and buffers, as an object with state."""
+    """The state of a model's modules beside parameters and buffers, as an object with a state dict."""
 
     model: nn.Module
 
     def state_dict(self) -> dict[str, Any]:
-        """The values of this moment, by name."""
+        """The current values by name."""
         found = ModelTensors(self.model).added()
         refuse_one_way_state(found)
         return {name: one.value for name, one in found.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give them back; raises LoadError naming what was not taken."""
+        """Restore the values. Raises LoadError naming those that were not taken."""
         ModelTensors(self.model).restore_added(state)
 
 
 def run_items(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
-    """The objects Accelerate prepared, and those registered by name, without the model that is saved.
+    """The objects that Accelerate prepared and those registered by name, without the model that is saved.
 
     A prepared object that is registered has its registered name. Raises SelectionError for a registered object that is
     neither a module, an optimizer nor has a state dict, ConfigError for names that are taken or cannot be used.
@@ -76,7 +76,7 @@ def run_items(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
 
 
 def main_model(accelerator: Any, registered: Mapping[str, Any]) -> nn.Module | None:
-    """The model that is saved: the one registered as such, else the first prepared one that has no other name."""
+    """The model that is saved: the one registered as "model", else the first prepared one without another name."""
     if "model" in registered:
         return registered["model"]  # type: ignore[no-any-return]
     models = list(getattr(accelerator, "_models", ()))
@@ -87,10 +87,10 @@ def main_model(accelerator: Any, registered: Mapping[str, Any]) -> nn.Module | N
 def object_signatures(
     accelerator: Any, registered: Mapping[str, Any], found: Callable[[], Mapping[Key, Source]]
 ) -> Signatures:
-    """What tells several prepared objects of one kind apart that have no names, by item; "" is the saved model.
+    """Signatures that distinguish several unnamed prepared objects of one kind, by item; "" is the saved model.
 
-    Classes, and what they hold or step; `found` gives the tensors of all models. Raises ConfigError naming objects that
-    are alike: nothing would tell that their order has changed.
+    A signature is the class and a digest of the tensors or parameters; `found` gives the tensors of all models. Raises
+    ConfigError naming objects with equal signatures: a change of their order could not be detected.
     """
     series: dict[str, list[Item]] = {}
     for item in run_items(accelerator, registered):
@@ -99,29 +99,31 @@ def object_signatures(
         series["model"].insert(0, Item("", "model", main_model(accelerator, registered), "model"))
     several = [item for kind, some in series.items() if kind and len(some) > 1 for item in some]
     sources = found() if several else {}
-    told = {item.name: f"{item.series} {_object_signature(item, sources)}" for item in several}
-    alike = [[name or "model" for name in told if told[name] == one] for one in dict.fromkeys(told.values())]
-    problems = [f"{', '.join(names)}: alike, and told apart by their order alone" for names in alike if len(names) > 1]
+    signatures = {item.name: f"{item.series} {_object_signature(item, sources)}" for item in several}
+    groups: dict[str, list[str]] = {}
+    for name, signature in signatures.items():
+        groups.setdefault(signature, []).append(name or "model")
+    problems = [f"{', '.join(names)}: differ in their order alone" for names in groups.values() if len(names) > 1]
     if problems:
         raise ConfigError(
-            f"{listing(problems)}; name them, so that none is taken for the other when the order changes: "
+            f"{listing(problems)}; name them, so that they are not confused when the order changes: "
             "saver.register(policy=..., value=...)"
         )
-    return told
+    return signatures
 
 
 def items_in_saved_order(accelerator: Any, registered: Mapping[str, Any], saved: Signatures) -> list[Item]:
-    """The run's items, under the names that the objects of the `saved` signatures had.
+    """The run's items under the names that objects with the same signatures had in the `saved` run.
 
-    Raises LoadError where another model than before would be the saved one.
+    Raises LoadError if another model than before would be the saved one.
     """
     model, items = main_model(accelerator, registered), run_items(accelerator, registered)
     if not saved or model is None:
         return items
     live = object_signatures(accelerator, registered, lambda: known_sources(walk_models(model, items), items))
-    moved = {name: one for name, one in live.items() if saved.get(name) != one}
-    free = {one: name for name, one in saved.items() if live.get(name) != one}
-    names = {name: free[one] for name, one in moved.items() if one in free}
+    moved = {name: signature for name, signature in live.items() if saved.get(name) != signature}
+    free = {signature: name for name, signature in saved.items() if live.get(name) != signature}
+    names = {name: free[signature] for name, signature in moved.items() if signature in free}
     wrong = [f"{old or 'model'} of the checkpoint is {now or 'model'} here" for now, old in names.items()]
     if "" in names or "" in names.values():
         raise LoadError(
@@ -132,7 +134,7 @@ def items_in_saved_order(accelerator: Any, registered: Mapping[str, Any], saved:
 
 
 def check_same_items(everyone: Sequence[Mapping[str, str]]) -> None:
-    """Raise RanksDisagreeError naming objects that not all ranks have, or that are of another kind on some.
+    """Raise RanksDisagreeError naming objects that some ranks lack, or that differ in kind between ranks.
 
     `everyone`: each rank's items, their kinds by name.
     """
@@ -142,8 +144,8 @@ def check_same_items(everyone: Sequence[Mapping[str, str]]) -> None:
         for rank, one in enumerate(everyone):
             kinds.setdefault(one.get(name), []).append(rank)
         if len(kinds) > 1:
-            told = [f"{kind or 'absent'} on rank(s) {rank_numbers(ranks)}" for kind, ranks in kinds.items()]
-            problems.append(f"{name}: {', '.join(told)}")
+            found = [f"{kind or 'absent'} on rank(s) {rank_numbers(ranks)}" for kind, ranks in kinds.items()]
+            problems.append(f"{name}: {', '.join(found)}")
     if problems:
         raise RanksDisagreeError(
             f"{listing(problems)}; register the same objects on every rank, not under `if is_main_process`"
@@ -207,7 +209,7 @@ def zero_optimizers(items: Iterable[Item]) -> list[Any]:
 
 
 def refuse_unsaveable(items: Iterable[Item]) -> None:
-    """Raise SelectionError for optimizers that cannot be kept whatever they train, naming all of them."""
+    """Raise SelectionError naming all optimizers whose state can never be saved."""
     plain = [(item.name, optimizer) for item, _, optimizer in optimizers_among(items) if not is_zero(optimizer)]
     problems = [f"{name}: {why}" for name, optimizer in plain for why in optimizers.unsaveable_state(optimizer)]
     if problems:
@@ -224,7 +226,7 @@ def walk_models(model: nn.Module, items: Iterable[Item]) -> dict[str, ModelTenso
 
 
 def known_sources(models: Mapping[str, ModelTensors], items: Sequence[Item]) -> dict[Key, Source]:
-    """The sources of `walk_models`; trainable are also those that an optimizer of the run has trained.
+    """The sources of `walk_models`; those that an optimizer of the run has trained are marked trainable too.
 
     Loops freeze and unfreeze parameters: `requires_grad` at one moment does not say which ones a run has changed.
     """
@@ -241,10 +243,10 @@ def model_sources(found: Mapping[Key, Source], item: str = "") -> dict[str, Sour
 
 
 def labelled_sources(found: Mapping[Key, Source]) -> dict[str, Source]:
-    """The tensors of all models by names that tell them apart, for optimizers: no two keys have the same.
+    """The tensors of all models by unique labels, for optimizers.
 
-    Those of a further model begin with its item and a colon, which no item's name has; a name of the model that is
-    saved is its own, with a colon in front if it has any.
+    The label of a further model's tensor is "item:name"; no item's name has a colon. A tensor of the saved model has
+    its name, after a colon if it contains one.
     """
     labels = {key: f"{key[0]}:{key[1]}" if key[0] or ":" in key[1] else key[1] for key in found}
     return {
@@ -254,7 +256,7 @@ def labelled_sources(found: Mapping[Key, Source]) -> dict[str, Source]:
 
 
 def tied_names(found: Mapping[str, Source]) -> list[tuple[str, ...]]:
-    """The names of each parameter and buffer, in order: more than one where they are tied."""
+    """The names of each parameter and buffer, in order: several for a tied one."""
     groups: dict[int, list[str]] = {}
     for name, source in found.items():
         if not source.is_added:
@@ -263,7 +265,7 @@ def tied_names(found: Mapping[str, Source]) -> list[tuple[str, ...]]:
 
 
 def _prepared_objects(accelerator: Any, registered: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """What Accelerate has, by kind and number, without the model that is saved."""
+    """The objects that Accelerate prepared, by kind and number, without the model that is saved."""
     main = main_model(accelerator, registered)
     models = [m for m in getattr(accelerator, "_models", ()) if main is None or bare_identity(m) != bare_identity(main)]
     found = [(f"model_{i}", m) for i, m in enumerate(models, 1)]
@@ -277,7 +279,7 @@ def _prepared_objects(accelerator: Any, registered: Mapping[str, Any]) -> list[t
 
 
 def bare_identity(value: Any) -> int:
-    """The identity of an object without what Accelerate and engines put around it."""
+    """The identity of an object without the wrappers of Accelerate and engines."""
     return id(unwrap(value) if isinstance(value, nn.Module) else _unwrap_object(value))
 
 
@@ -288,7 +290,7 @@ def _unwrap_object(value: Any) -> Any:
 
 
 def _object_signature(item: Item, found: Mapping[Key, Source]) -> str:
-    """The class of an object, and a digest of what it holds."""
+    """The class of an object, and a digest of its tensors, parameters or state keys."""
     if item.kind == "model":
         held: Any = [(n, s.shape, str(s.dtype), s.trainable) for n, s in model_sources(found, item.name).items()]
         kind = user_class(type(unwrap(item.value))).__name__
@@ -303,7 +305,7 @@ def _object_signature(item: Item, found: Mapping[Key, Source]) -> str:
 
 
 def _refuse_item_names(found: Sequence[tuple[str, Any]], registered: Mapping[str, Any]) -> None:
-    """Raise ConfigError for names that two objects have, or that a state uses itself."""
+    """Raise ConfigError for names of two objects, and for reserved names."""
     names = [name for name, _ in found]
     problems = [f"{n}: the name of what Accelerate has prepared" for n in registered if names.count(n) > 1]
     problems += [
@@ -337,18 +339,18 @@ _SCORES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 
 @dataclass(frozen=True, eq=False)
 class RankAllocation:
-    """The scores of a PEFT model's allocator of ranks, and the ranks that it has given, as an object with state."""
+    """The scores and the ranks of AdaLoRA's rank allocator, as an object with a state dict."""
 
     tuner: Any
 
     def state_dict(self) -> dict[str, Any]:
-        """Those of this moment; scores by the names of the parameters."""
+        """The current ranks, and scores by parameter name."""
         allocator = self.tuner.rankallocator
         scores = {kind: dict(getattr(allocator, kind)) for kind in _SCORES}
         return {**scores, "rank_pattern": allocator.peft_config.rank_pattern}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give them back, each score to the device of its parameter."""
+        """Restore ranks and scores, each score on the device of its parameter."""
         allocator, homes = self.tuner.rankallocator, dict(self.tuner.model.named_parameters())
         for kind in _SCORES:
             scores: Mapping[str, Tensor] = state[kind]
@@ -357,7 +359,7 @@ class RankAllocation:
 
 
 def with_extra_state(model: nn.Module, items: Sequence[Item], walked: Mapping[str, ModelTensors]) -> list[Item]:
-    """`items`, one for each model whose modules list more than parameters and buffers, and AdaLoRA's allocators.
+    """`items`, one more for each model with module state beside parameters and buffers, and AdaLoRA's allocators.
 
     `walked` are the tensors of the models by item, see `walk_models`.
     """
@@ -375,7 +377,7 @@ def with_extra_state(model: nn.Module, items: Sequence[Item], walked: Mapping[st
 
 
 def rank_allocations(model: nn.Module) -> list[RankAllocation]:
-    """Those of a model, or of its own attributes, that AdaLoRA trains."""
+    """The rank allocators of a model and of its direct submodules that AdaLoRA trains."""
     inside = unwrap(model)
     tuners = (getattr(unwrap(one), "base_model", None) for one in (inside, *inside.children()))
     return [RankAllocation(one) for one in tuners if getattr(one, "rankallocator", None) is not None]

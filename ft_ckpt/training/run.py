@@ -1,4 +1,4 @@
-"""The run of a saver: its registered items, its progress, its saved state and its restoration."""
+"""The run of a saver: its registered objects, its progress, and the state that each rank has for itself."""
 
 import random
 import reprlib
@@ -57,7 +57,7 @@ _GRADIENTS, _RANDOM, _FEED, _STEPS, _SYNC = "gradients", "rng", "loader", "accum
 
 @dataclass(frozen=True, eq=False)
 class OnRank:
-    """Where the state of this rank is: `models` and all `items` of the run."""
+    """The objects whose state each rank stores for itself; `items` are all of the run."""
 
     accelerator: Any
     models: Mapping[str, nn.Module]
@@ -67,12 +67,12 @@ class OnRank:
 
     @property
     def is_synced(self) -> bool:
-        """Whether Accelerate, if it counts, says that no step is under way."""
+        """Whether Accelerate, if it counts micro-batches, is between steps."""
         return bool(getattr(self.accelerator, "sync_gradients", True))
 
 
 def capture_rank_state(of: OnRank) -> dict[str, Any]:
-    """The state of this rank, as trees by name. Raises SelectionError where gradients are kept out of reach."""
+    """The state of this rank, as trees by name. Raises SelectionError if pending gradients cannot be read."""
     own: dict[str, Any] = {_RANDOM: rng.capture_generators()}
     own |= {f"{_FEED}-{index}": state for index, state in enumerate(of.feeds.state_dicts())}
     if hasattr(of.accelerator, "step"):
@@ -85,35 +85,37 @@ def capture_rank_state(of: OnRank) -> dict[str, Any]:
 
 
 def read_rank_state(document: Document, stored: StoredTensors, ranks: Ranks) -> tuple[dict[str, Any], list[Restored]]:
-    """What this rank goes on with, by name, without gradients; and what of it cannot be restored. Overwrites nothing.
+    """Read this rank's own state without gradients, by name, and what of it cannot be restored. Overwrites nothing.
 
-    On another number of ranks the places in the data are those of rank 0, which tell what all ranks have seen.
+    On another number of ranks the data positions are those of rank 0, from which all ranks compute theirs.
     """
-    saved, trees, odd = len(document["ranks"]), {}, []
-    stand_in = min(ranks.rank, saved - 1)
-    names = [*document["ranks"][stand_in]]
+    saved, trees, failed = len(document["ranks"]), {}, []
+    source_rank = min(ranks.rank, saved - 1)
+    names = [*document["ranks"][source_rank]]
     feeds = [name for name in names if name.startswith(f"{_FEED}-")]
     for name in (*feeds, *({_RANDOM, _STEPS, _SYNC} & {*names})):
         item = "data" if name in feeds else _RANDOM if name == _RANDOM else _GRADIENTS
         try:
-            tree = tree_of_rank(document, stored, 0 if name in feeds and saved != ranks.size else stand_in, name)
+            tree = tree_of_rank(document, stored, 0 if name in feeds and saved != ranks.size else source_rank, name)
             if problems := _tree_problems(name, tree):
-                odd.append(Restored(item, "failed", listing(problems)))
+                failed.append(Restored(item, "failed", listing(problems)))
             trees[name] = tree
         except CorruptError as error:
-            odd.append(Unread(item, "failed", str(error)))
+            failed.append(Unread(item, "failed", str(error)))
     if {*feeds} != {f"{_FEED}-{number}" for number in range(len(feeds))}:
-        odd.append(Restored("data", "failed", f"places of {listing(feeds, ', ')}"))
+        failed.append(Restored("data", "failed", f"places of {listing(feeds, ', ')}"))
     if _RANDOM not in names:
-        odd.append(Restored(_RANDOM, "failed", "not in the checkpoint"))
-    if any(_GRADIENTS in there for there in document["ranks"]) and (saved != ranks.size or _GRADIENTS not in names):
+        failed.append(Restored(_RANDOM, "failed", "not in the checkpoint"))
+    if any(_GRADIENTS in trees_of_rank for trees_of_rank in document["ranks"]) and (
+        saved != ranks.size or _GRADIENTS not in names
+    ):
         detail = f"saved in the middle of gradient accumulation by {saved} rank(s), resumed on {ranks.size}"
-        odd.append(Restored(_GRADIENTS, "failed", detail))
-    return trees, odd
+        failed.append(Restored(_GRADIENTS, "failed", detail))
+    return trees, failed
 
 
 def _tree_problems(name: str, tree: Any) -> list[str]:
-    """What is wrong with an object of `capture_rank_state`. Raises CorruptError for a place in the data."""
+    """The problems of a tree of `capture_rank_state`. Raises CorruptError for a data position."""
     if name == _RANDOM:
         return rng.generator_problems(tree)
     if name == _SYNC:
@@ -127,9 +129,9 @@ def _tree_problems(name: str, tree: Any) -> list[str]:
 def restore_rank_state(
     to: OnRank, document: Document, stored: StoredTensors, ranks: Ranks, trees: Mapping[str, Any]
 ) -> tuple[DataPositions, tuple[str, ...], list[Restored]]:
-    """Give this rank what `read_rank_state` has read: the feeds, notes, and what became of each.
+    """Restore what `read_rank_state` has read. Returns the data positions, notes, and outcomes.
 
-    Random numbers come last, since anything before may draw some. Gradients that the checkpoint lacks are dropped.
+    Random numbers come last, because anything before may draw some. Gradients that the checkpoint lacks are dropped.
     """
     saved, notes, outcomes = len(document["ranks"]), [], []
     own = document["ranks"][min(ranks.rank, saved - 1)]
@@ -170,7 +172,7 @@ def _put_back_gradients(models: Mapping[str, nn.Module], gradients: Any, saved: 
 
 
 def _reseed_new_rank(rank: int) -> None:
-    """New random numbers for a rank that was not there: from those it was lent, moved apart by its number."""
+    """Seed a rank that the saved run did not have: from another rank's restored state and its own number."""
     import numpy as np
     import torch
 
@@ -182,18 +184,18 @@ def _reseed_new_rank(rank: int) -> None:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is, and what it was resumed from."""
+    """The progress of a run, and the checkpoint it was resumed from."""
 
     step: int = 0
-    """Steps of the optimizer that are done."""
+    """Optimizer steps done."""
     epoch: int = 0
-    """Passes over the data that are done, as `remaining` counts them for the loader it was first asked for."""
+    """Passes over the data done, as `remaining` counts them for the first loader it was called with."""
     batch: int = 0
-    """Batches of this rank that are done in the current pass of that loader."""
+    """Batches of this rank done in the current pass of that loader."""
     samples: int = 0
-    """Samples of that loader that all ranks together have been given since the run began."""
+    """Samples of that loader given to all ranks together since the run began."""
     resumed_from: Path | str | None = None
-    """The checkpoint, its URL where it is in a bucket; None when the run began afresh."""
+    """The checkpoint, its URL if it is in a bucket; None when the run began afresh."""
     report: RestoreReport = field(default_factory=RestoreReport)
     """The outcome of the resume; without items when the run began afresh."""
 
@@ -210,7 +212,7 @@ def run_fingerprint(
     world_size: int,
     versions: Mapping[str, str],
 ) -> Fingerprint:
-    """The facts of this run, as plain values under dotted names; `objects` are those whose class matters."""
+    """Settings of this run that a resume compares, as plain values by name; `objects` are compared by their class."""
     facts: Fingerprint = {
         "world size": world_size,
         "engine": engine_names(found),
@@ -228,7 +230,7 @@ def run_fingerprint(
 
 
 def fingerprint_differences(saved: Fingerprint, now: Fingerprint) -> tuple[str, ...]:
-    """A sentence for each fact that both know and that is not the same."""
+    """A sentence for each setting that both have and that differs."""
     return tuple(
         f"{name}: {saved[name]!r} when it was saved, {now[name]!r} now"
         for name in saved
@@ -256,7 +258,7 @@ def _count_samples(dataset: Any) -> int | None:
 
 
 class TrainingRun:
-    """What one training run consists of. All methods that take `ranks` are collective."""
+    """The objects and the progress of one training run. All methods that take `ranks` are collective."""
 
     def __init__(self, accelerator: Any, config: SaverConfig) -> None:
         self.accelerator = accelerator
@@ -269,18 +271,18 @@ class TrainingRun:
         self.report = RestoreReport()
         self.history = schedule.begin_history(0, 0, time.monotonic())
         self.poll, self.steps, self.base = ClockPoll(config.every), StepWatch(), BaseWatch(config.attribute)
-        self.has_begun = False  # a step was done
+        self.has_begun = False  # True after a step
         self.overwritten: frozenset[str] = frozenset()  # items and weights that failed resumes have overwritten
-        self._is_unfinished = False  # after the last batch gradients waited for a step
+        self._is_unfinished = False  # gradients were pending after the last batch
         self.last_metrics: dict[str, float] = {}  # of the last step
-        self._ancestors: set[str] = set()  # runs that this one went back in
-        self._left_out: set[str] = set()  # items that resumes of this run left out, as `allow` let them
-        self._saves, self._absent = 0, set(config.rankings)  # saves made, and metrics that never came
+        self._ancestors: set[str] = set()  # ids of the runs that this one branched off
+        self._left_out: set[str] = set()  # items that resumes of this run left out, as `allow` permits
+        self._saves, self._absent = 0, set(config.rankings)  # number of saves, and metrics not reported so far
 
     def register(self, objects: Mapping[str, Any]) -> None:
-        """Take further objects into the run by name; "model" is the one whose weights are saved.
+        """Add objects to the run by name; "model" is the one whose weights are saved.
 
-        Raises SelectionError for one whose state cannot be kept, ConfigError for a name that is taken.
+        Raises SelectionError for an object whose state cannot be saved, ConfigError for a name that is taken.
         """
         items = run_items(self.accelerator, {**self.registered, **objects})
         refuse_unsaveable(item for item in items if item.name in objects)
@@ -289,7 +291,7 @@ class TrainingRun:
         self.note_base()
 
     def note_base(self) -> None:
-        """Remember the base of the model's adapters as the script has made it."""
+        """Record the base of the model's adapters as the script has made it."""
         if "model" in self.registered or getattr(self.accelerator, "_models", None):
             self.base.note_base(self.model, current_ranks().rank)
 
@@ -305,17 +307,17 @@ class TrainingRun:
 
     @property
     def progress(self) -> Progress:
-        """How far the run is now."""
-        found = self.resumed_from.location if self.resumed_from else None
-        return Progress(self.step, **self.feeds.counts, resumed_from=found, report=self.report)
+        """The progress at this moment."""
+        location = self.resumed_from.location if self.resumed_from else None
+        return Progress(self.step, **self.feeds.counts, resumed_from=location, report=self.report)
 
     def check_objects(self) -> None:
-        """Raise SelectionError, now and not after hours, when something of the run cannot be kept."""
+        """Raise SelectionError early if the state of an object of the run cannot be saved."""
         refuse_unsaveable(self._watch_steps())
         if self.config.every is None:
             return
         if not getattr(self.accelerator, "_models", None) and "model" not in self.registered:
-            return  # what is passed later is looked at when it is
+            return  # a model passed later is checked then
         items = run_items(self.accelerator, self.registered)
         models = walk_models(self.model, items)
         items = with_extra_state(self.model, items, models)
@@ -324,7 +326,7 @@ class TrainingRun:
         state.local_state(items, found, {})
 
     def capture_state(self, ranks: Ranks, versions: Mapping[str, str]) -> Captured:
-        """The state of the whole run, and the sources of its models. Collective. Nothing is moved."""
+        """Capture the state of the whole run, and the sources of its models. Collective. Moves nothing."""
 
         def current_objects() -> Objects:
             items = self._watch_steps()
@@ -382,14 +384,14 @@ class TrainingRun:
         self.report, self.overwritten = report, frozenset()
 
     def agree_on_metrics(self, metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
-        """The metrics that count where one decides when to save: rank 0's, since each rank may have its own loss."""
+        """The metrics that decide on saves: rank 0's if `every.best` ranks by them, because losses differ per rank."""
         every = self.config.every
         if ranks.size == 1 or every is None or every.best is None or every.best[0] not in metrics:
             return dict(metrics)
         return dict(ranks.agree("saver.step()", metrics).told)
 
     def reason_to_save(self, metrics: Mapping[str, float], ranks: Ranks) -> str | None:
-        """Why to save now, the same on every rank if the `metrics` are; None for no reason."""
+        """Why to save now, or None; the same on every rank if the `metrics` are."""
         every = self.config.every
         if every is None:
             return None
@@ -397,25 +399,25 @@ class TrainingRun:
         return self.poll.reason_to_save(self.history, self.step, ranks) or reason
 
     def is_batch_done(self) -> bool:
-        """Whether the batch that is over, on this rank as on all, completed a step. Raises LoadError, see above."""
+        """Whether the batch just done completed a step. Raises LoadError for a half-restored run."""
         self.refuse_half_restored()
         self._watch_steps()
         self._is_unfinished = self.steps.is_unfinished(lambda: self._models_by_item().values())
         return self.is_between_steps
 
     def note_step(self, step: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
-        """One more optimizer step is done."""
+        """Count one more optimizer step, or set the count to `step`."""
         self.step, now = self.step + 1 if step is None else step, time.monotonic()
         self.last_metrics = dict(metrics or {})
         self._absent -= self.last_metrics.keys()
         if self.has_begun:
             self.history = schedule.after_step(self.history, self.step, now)
-        else:  # what came before the first step, such as loading the model, is no step's time
+        else:  # time before the first step, such as loading the model, does not count
             self.history = replace(self.history, step=self.step, seen_at=now, saved_at=now)
         self.has_begun = True
 
     def note_saved(self, reason: str | None, metrics: Mapping[str, float], cost: float | None = None) -> None:
-        """A save for `reason` is made now, or was and took `cost` seconds."""
+        """Record a save for `reason`: when it begins, and again with its `cost` in seconds."""
         self._absent -= metrics.keys()
         self._saves += cost is None
         self.history = schedule.after_save(
@@ -431,12 +433,12 @@ class TrainingRun:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether the optimizer had taken in all gradients there were when the last batch was over."""
+        """Whether the optimizer had used all gradients at the end of the last batch."""
         return bool(getattr(self.accelerator, "sync_gradients", True)) and not self._is_unfinished
 
     @property
     def is_under_way(self) -> bool:
-        """Whether something of this run was done here or taken over: what is saved now belongs to it."""
+        """Whether the run has stepped or was resumed: saves made now belong to it."""
         return self.has_begun or self.resumed_from is not None
 
     @property
@@ -446,17 +448,17 @@ class TrainingRun:
 
     @property
     def own_ids(self) -> frozenset[str]:
-        """The names whose checkpoints this run may replace: its own, and those of runs that it went back in."""
+        """The ids of runs whose checkpoints this run may replace: its own, and those it branched off."""
         return frozenset({self.run_id, *self._ancestors})
 
     def branch_off(self, run_id: str | None) -> None:
-        """Go on as another run, if it has a name: what this one had saved after the point gone back to is not of it."""
+        """Continue as the run `run_id`, if given: later checkpoints of the current run do not belong to it."""
         if run_id is not None:
             self._ancestors.add(self.run_id)
             self.run_id = run_id
 
     def warn_of_absent_metrics(self, least: int) -> None:
-        """Say once that metrics have never come which checkpoints are ranked by, after `least` saves."""
+        """Warn once after `least` saves if metrics that rank checkpoints were never reported."""
         if self._saves >= least and self._absent:
             warn(
                 f"{listing(sorted(self._absent), ', ')}: checkpoints are to be ranked by it, and no save had it; give "
@@ -466,7 +468,7 @@ class TrainingRun:
             self._absent = set()
 
     def facts_of_save(self, step: int | None, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """What a save of weights within this run says of it: `step` and `metrics` unless given, and whose it is."""
+        """Step, metrics and run id for a save of weights; `step` and `metrics` override those of the run."""
         if not self.is_under_way:
             return {"step": step, "metrics": dict(metrics)}
         step = self.step if step is None else step
@@ -474,18 +476,18 @@ class TrainingRun:
         return {"step": step, "metrics": dict(metrics) or dict(known), "run_id": self.run_id}
 
     def close(self) -> None:
-        """Give signals back to whoever had them, and the optimizers' hooks."""
+        """Restore signal handlers and remove the optimizers' hooks."""
         self.steps.close()
         self.poll.close()
 
     def _watch_steps(self) -> list[Item]:
-        """Hear of the steps of all optimizers that are known by now: the run's items."""
+        """Hook all optimizers of the run so far; returns the items of the run."""
         items = run_items(self.accelerator, self.registered)
         self.steps.watch_optimizers(plain_optimizers(items))
         return items
 
     def _models_by_item(self) -> dict[str, nn.Module]:
-        """The models of the run by their items, "" for the one that is saved."""
+        """The models of the run by item, "" for the one whose weights are saved."""
         items = run_items(self.accelerator, self.registered)
         return {"": self.model, **{item.name: item.value for item in items if item.kind == "model"}}
 
@@ -494,9 +496,9 @@ class TrainingRun:
         return OnRank(self.accelerator, self._models_by_item(), self.feeds, self.steps, items)
 
     def _epochs_done(self) -> int:
-        """Passes that loaders have come to the end of, in multiples of what the schedule counts by."""
-        of = (self.config.every.epochs if self.config.every is not None else None) or 1
-        return of * self.feeds.passes_done(of)
+        """Completed passes over the data, rounded down to multiples of `every.epochs`."""
+        epochs = (self.config.every.epochs if self.config.every is not None else None) or 1
+        return epochs * self.feeds.passes_done(epochs)
 
     def current_fingerprint(self, found: Mapping[Key, Source], ranks: Ranks, versions: Mapping[str, str]) -> Document:
         """The `run_fingerprint` of the run as it is now; `found` are the tensors of its models."""
