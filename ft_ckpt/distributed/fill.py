@@ -1,7 +1,7 @@
 """Fills live tensors from stored ones: each rank reads its own elements, or rank 0 reads and broadcasts.
 
-Boxes are those of the present run's shardings, so a file written on any number of ranks can be read by any other. Many
-tensors are filled in the order of their bytes, read ahead by threads, past the page cache where that pays.
+Boxes come from the shardings of the present run, so a file written on any number of ranks can be read by any other.
+Many tensors are filled in the order of their bytes, read ahead by threads, past the page cache if that is faster.
 """
 
 import hashlib
@@ -28,51 +28,50 @@ from ft_ckpt.formats.tensor_file import due_proof
 from ft_ckpt.storage.proofs import FileProof
 from ft_ckpt.storage.read_ahead import ByteRun, new_block, read_ahead
 
-_SLICE_BYTES = 64 << 20  # read at a time, so that a large block needs little memory beside itself
-_STAGE_BYTES = 16 << 20  # rows that are put together before their columns are taken out
-_LEAST_RUN_BYTES = 64 << 10  # shorter ones of a block cut in several dimensions are read with what lies between them
+_SLICE_BYTES = 64 << 20  # per read, to bound the memory beside the tensor
+_STAGE_BYTES = 16 << 20  # rows staged before their columns are copied out
+_LEAST_RUN_BYTES = 64 << 10  # shorter runs of a box are read together with the bytes between them
 
 
 @dataclass(frozen=True, eq=False)
 class WantedBox:
-    """A box of a tensor to fill, from the stored one."""
+    """One box of a tensor to fill from a stored tensor."""
 
-    mine: Box  # in the tensor seen as `view`
+    mine: Box  # in coordinates of `view`
     local: Tensor  # its memory
     view: tuple[int, ...]
-    dtype: torch.dtype  # of what is stored
+    dtype: torch.dtype  # stored
     file: TensorFile
     name: str  # in the file
 
 
 @dataclass(frozen=True, eq=False)
 class WantedTensor:
-    """What to fill: this rank's elements of a tensor, from a stored one."""
+    """This rank's elements of a tensor, to fill from a stored tensor."""
 
     info: Source
-    local: Tensor | None  # the elements' memory, as the `boxes` say; None for nothing
+    local: Tensor | None  # memory of the `boxes`; None without elements
     file: TensorFile
     name: str  # in the file
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """Which elements of the tensor this rank has."""
+        """The elements of the tensor that this rank holds."""
         return self.info.sharding.local_boxes(global_rank())
 
     def in_boxes(self) -> list[WantedBox]:
-        """What this rank has, box by box; nothing where it has no element."""
+        """The boxes with their memory; empty if this rank holds no element."""
         view, dtype = self.info.sharding.view, self.info.dtype
         memories = [] if self.local is None or not self.local.numel() else box_memories(self.boxes, self.local)
         return [WantedBox(box, memory, view, dtype, self.file, self.name) for box, memory in memories]
 
 
 def fill_all(wanted: Iterable[WantedTensor], threads: int = THREADS, direct: str = "auto") -> int:
-    """Overwrite this rank's elements of each tensor with those of the stored one; their bytes.
+    """Overwrite this rank's elements of each tensor with the stored ones. Returns the number of bytes.
 
-    Beside the tensors it needs `threads` + 2 blocks of memory. `direct`: as in `read_ahead`. Digests of files
-    that are due are taken on the way; whoever calls this asks for the outcome. Raises LoadError naming everything that
-    is missing or of another shape or dtype, before anything is read; CorruptError when a file is too short or has
-    changed.
+    Needs `threads` + 2 blocks of memory beside the tensors. `direct`: as in `read_ahead`. Digests of files that are due
+    are computed while reading; the caller compares them. Raises LoadError naming every tensor that is missing or of
+    another shape or dtype, before anything is read; CorruptError if a file is too short or has changed.
     """
     asked = list(wanted)
     check_all(asked)
@@ -80,60 +79,60 @@ def fill_all(wanted: Iterable[WantedTensor], threads: int = THREADS, direct: str
     due: dict[int, FileProof] = {}
     wanted_bytes: Counter[int] = Counter()
     others = []
-    for one in chain.from_iterable(each.in_boxes() for each in asked):
-        found = _landings_of_box(one)
+    for box in chain.from_iterable(tensor.in_boxes() for tensor in asked):
+        found = _landings_of_box(box)
         if found is None:
-            others.append(one)
+            others.append(box)
             continue
         landings.update(found)
-        proof = due_proof(one.file)
+        proof = due_proof(box.file)
         if proof is not None:
             due.update({id(run.file): proof for run in found if run.file.size_bytes == proof.record.size_bytes})
         for run in found:
             wanted_bytes[id(run.file)] += run.size_bytes
     for file, proof in due.items():
         proof.widen_for(wanted_bytes[file])
-    return read_runs(landings, threads, direct, due) + sum(_fill_box(one) for one in others)
+    return read_runs(landings, threads, direct, due) + sum(_fill_box(box) for box in others)
 
 
-def fill_tensor(one: WantedTensor) -> int:
-    """As `fill_all`, for one tensor and at once, through whatever the file's format needs."""
-    check_all([one])
-    return sum(map(_fill_box, one.in_boxes()))
+def fill_tensor(tensor: WantedTensor) -> int:
+    """As `fill_all`, for one tensor, through the reader of the file's format."""
+    check_all([tensor])
+    return sum(map(_fill_box, tensor.in_boxes()))
 
 
-def _fill_box(one: WantedBox) -> int:
-    if _is_expanded(one.local):
-        return _fill_expanded(one)
-    if not one.view:
-        one.local.copy_(one.file.read(one.name).reshape(()))
-        return one.dtype.itemsize
-    return sum(_fill_rows(one, low, high) for low, high in _row_ranges(one))
+def _fill_box(box: WantedBox) -> int:
+    if _is_expanded(box.local):
+        return _fill_expanded(box)
+    if not box.view:
+        box.local.copy_(box.file.read(box.name).reshape(()))
+        return box.dtype.itemsize
+    return sum(_fill_rows(box, low, high) for low, high in _row_ranges(box))
 
 
 def check_all(wanted: Iterable[WantedTensor]) -> None:
-    """Raise LoadError naming each stored tensor that is missing, or of another shape or dtype than is wanted."""
-    problems = [problem for one in wanted if (problem := _spec_problem(one))]
+    """Raise LoadError naming each stored tensor that is missing or of another shape or dtype."""
+    problems = [problem for tensor in wanted if (problem := _spec_problem(tensor))]
     if problems:
         raise LoadError(listing(problems))
 
 
 def readers_here() -> int:
-    """How many processes of this launch are on this machine, and may read the same files as this one."""
+    """Number of processes of this launch on this machine, which may read the same files."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return int(count) if count.isdigit() else 1
 
 
 @dataclass(eq=False)
 class RowsLanding:
-    """Rows of a block that is cut in further dimensions, or has gaps in memory or another type: put together first."""
+    """Stages whole rows for a box that has part of the columns, or a tensor with gaps or another dtype."""
 
     local: Tensor
     mine: Box
     view: tuple[int, ...]
-    dtype: torch.dtype  # of what is stored
-    low: int = 0  # rows that are done, of the box
-    filled: int = 0  # bytes of the stage
+    dtype: torch.dtype  # stored
+    low: int = 0  # rows of the box that are done
+    filled: int = 0  # bytes in the stage
     stage: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def put(self, data: Tensor) -> None:
@@ -143,7 +142,7 @@ class RowsLanding:
         while data.numel():
             rows = min(step, self.mine.sizes[0] - self.low)
             if not self.stage.numel():
-                # pages of its own: what the allocator of small things gets back in between, it may not give again
+                # separate pages: freed at once, without fragmenting the heap
                 self.stage = torch.frombuffer(new_block(rows * row_bytes), dtype=torch.uint8)
             count = min(data.numel(), rows * row_bytes - self.filled)
             copy_bytes(self.stage, self.filled, data[:count])
@@ -159,11 +158,11 @@ class RowsLanding:
             self.stage = self.stage.new_empty(0)
 
 
-def _landings_of_box(one: WantedBox) -> dict[ByteRun, Landing] | None:
-    """The byte ranges of this rank's box, and where each goes; None where that takes more than moving bytes."""
-    view, dtype = one.view, one.dtype
-    local, mine, name, item = one.local, one.mine, one.name, dtype.itemsize
-    run = whole_run(one.file, name)
+def _landings_of_box(box: WantedBox) -> dict[ByteRun, Landing] | None:
+    """The byte ranges of this rank's box and their landings; None if filling takes more than moving bytes."""
+    view, dtype = box.view, box.dtype
+    local, mine, name, item = box.local, box.mine, box.name, dtype.itemsize
+    run = whole_run(box.file, name)
     if run is None or type(local) not in PLAIN or _is_expanded(local) or (not view and local.dtype != dtype):
         return None
     last = max((dim for dim, size in enumerate(view) if mine.sizes[dim] != size), default=0)
@@ -179,7 +178,7 @@ def _landings_of_box(one: WantedBox) -> dict[ByteRun, Landing] | None:
 
 
 def _run_starts(mine: Box, view: tuple[int, ...], last: int) -> Iterable[int]:
-    """Where in the flattened tensor the block's runs begin, in order; `last` is the last dimension that is cut."""
+    """The starts of the box's runs in the flattened tensor, in order; `last` is the last dimension that is cut."""
     strides = [math.prod(view[dim + 1 :]) for dim in range(len(view))]
     places = [range(low, low + size) for low, size in zip(mine.offsets[:last], mine.sizes, strict=False)]
     begin = sum(low * stride for low, stride in zip(mine.offsets[last:], strides[last:], strict=True))
@@ -187,78 +186,80 @@ def _run_starts(mine: Box, view: tuple[int, ...], last: int) -> Iterable[int]:
         yield begin + sum(index * stride for index, stride in zip(place, strides, strict=False))
 
 
-def _spec_problem(one: WantedTensor) -> str | None:
-    name, spec = one.name, one.file.specs.get(one.name)
-    if not one.boxes and one.local is not None and one.local.numel():
-        return f"{one.info.name}: nobody can tell which of its elements this rank has ({one.info.engine})"
+def _spec_problem(tensor: WantedTensor) -> str | None:
+    name, spec = tensor.name, tensor.file.specs.get(tensor.name)
+    if not tensor.boxes and tensor.local is not None and tensor.local.numel():
+        return f"{tensor.info.name}: unknown which of its elements this rank holds ({tensor.info.engine})"
     if spec is None:
-        return f"{name}: not in the checkpoint, and {one.info.name} needs it"
-    wanted = (one.info.shape, dtype_name(one.info.dtype))
+        return f"{name}: not in the checkpoint, and {tensor.info.name} needs it"
+    wanted = (tensor.info.shape, dtype_name(tensor.info.dtype))
     if (spec.shape, spec.dtype) == wanted:
         return None
     return f"{name}: {spec.dtype} {list(spec.shape)} in the checkpoint, {wanted[1]} {list(wanted[0])} in this run"
 
 
-def _row_ranges(one: WantedBox) -> list[tuple[int, int]]:
+def _row_ranges(box: WantedBox) -> list[tuple[int, int]]:
     """The rows of a box in runs of at most _SLICE_BYTES (or one row), counted from its first row."""
-    rows, row_bytes = one.mine.sizes[0], max(1, math.prod(one.view[1:]) * one.dtype.itemsize)
+    rows, row_bytes = box.mine.sizes[0], max(1, math.prod(box.view[1:]) * box.dtype.itemsize)
     step = max(1, _SLICE_BYTES // row_bytes)
     return [(low, min(low + step, rows)) for low in range(0, rows, step)]
 
 
-def _fill_rows(one: WantedBox, low: int, high: int) -> int:
-    """Rows [low, high) of the box: whole rows are read, and a box cut in other dimensions takes its columns."""
-    view, first = one.view, one.mine.offsets[0]
+def _fill_rows(box: WantedBox, low: int, high: int) -> int:
+    """Read rows [low, high) of the box whole, and copy its columns of them."""
+    view, first = box.view, box.mine.offsets[0]
     row = math.prod(view[1:])
-    data = one.file.read(one.name, (first + low) * row, (first + high) * row)
-    one.local[low:high].copy_(_cut_columns(data.view(high - low, *view[1:]), one.mine, view))
+    data = box.file.read(box.name, (first + low) * row, (first + high) * row)
+    box.local[low:high].copy_(_cut_columns(data.view(high - low, *view[1:]), box.mine, view))
     return data.nbytes
 
 
 def _is_expanded(local: Tensor) -> bool:
-    """Whether one place in memory is several elements: of a tensor that `expand` made."""
+    """Whether several elements share memory, as in a result of `expand`."""
     return any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True))
 
 
-def _fill_expanded(one: WantedBox) -> int:
-    """Each place in memory once, if all its elements are the same in the file."""
-    local = one.local
+def _fill_expanded(box: WantedBox) -> int:
+    """Fill each memory location once. Raises LoadError if the elements that share it differ in the file."""
+    local = box.local
     fresh = torch.empty(local.shape, dtype=local.dtype)
-    taken = _fill_box(replace(one, local=fresh))
+    taken = _fill_box(replace(box, local=fresh))
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in local.stride())
     again = fresh[once].expand(local.shape).contiguous()
     if not torch.equal(again.view(-1).view(torch.uint8), fresh.view(-1).view(torch.uint8)):
-        raise LoadError(f"{one.name}: one value many times here (made by expand), and not in the checkpoint")
+        raise LoadError(f"{box.name}: elements share memory here (made by expand), and differ in the checkpoint")
     local[once].copy_(fresh[once])
     return taken
 
 
 def _cut_columns(rows: Tensor, mine: Box, view: tuple[int, ...]) -> Tensor:
-    """What the block has of whole rows."""
+    """The columns of the box in whole rows."""
     for dim in range(1, len(view)):
         rows = rows.narrow(dim, mine.offsets[dim], mine.sizes[dim])
     return rows
 
 
-Filler = Callable[[str, Callable[[], list[WantedTensor]]], None]  # (what for, what the function gives)
-_BROADCAST_BYTES = 16 << 20  # of a tensor that has to be read through its format
-SMALL_RANGE_BYTES = 4 << 20  # ranges of a rank below it are not worth a request to a bucket
+Filler = Callable[[str, Callable[[], list[WantedTensor]]], None]  # (name in errors, function that lists the tensors)
+_BROADCAST_BYTES = 16 << 20  # per read of a tensor through its format
+SMALL_RANGE_BYTES = 4 << 20  # smaller ranges of a rank are not worth a request to a bucket
 
 
 def each_reads(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
-    """Read this rank's elements of what `collect` gives. Not collective. Raises what `fill_all` and `collect` raise."""
+    """Read this rank's elements of the tensors of `collect`. Not collective. Raises as `fill_all` and `collect`."""
     wanted = collect()
     check_all(wanted)
-    fill_all(one for one in wanted if not _is_whole_everywhere(one))
-    # Several processes that read the same bytes of a disk share the page cache: past it, each would read them anew.
-    fill_all((one for one in wanted if _is_whole_everywhere(one)), direct="auto" if readers_here() == 1 else "off")
+    fill_all(tensor for tensor in wanted if not _is_whole_everywhere(tensor))
+    # Processes that read the same bytes share the page cache; past it, each would read the disk.
+    fill_all(
+        (tensor for tensor in wanted if _is_whole_everywhere(tensor)), direct="auto" if readers_here() == 1 else "off"
+    )
 
 
 def choose_filler(way: str, ranks: Ranks, bucket_bytes: int) -> Filler:
-    """The function that fills tensors the `way` of SaverConfig.fan_out, or "small": rank 0 reads small ranges for all.
+    """The filler for a `way` of SaverConfig.fan_out, or for "small": rank 0 reads small ranges for all ranks.
 
-    With this and "broadcast" it is collective: all ranks must call it for the same things in the same order; an error
-    on one of them is raised on all.
+    With "small" and "broadcast" the filler is collective: all ranks must call it for the same tensors in the same
+    order; an error on one rank is raised on all.
     """
     if way not in ("broadcast", "small") or ranks.size == 1:
         return each_reads
@@ -274,30 +275,30 @@ def choose_filler(way: str, ranks: Ranks, bucket_bytes: int) -> Filler:
 
 
 class _BroadcastPlan:
-    """The tensors that one rank wants and all memory for reading them, so that it cannot fail between broadcasts.
+    """The tensors to fill and all memory for it, allocated first, so that no rank fails between broadcasts.
 
-    It needs `bucket_bytes` beside the tensors. Raises as `check_all`.
+    Needs `bucket_bytes` beside the tensors. Raises as `check_all`.
     """
 
     def __init__(self, wanted: list[WantedTensor], bucket_bytes: int, chosen: Callable[[WantedTensor], bool]) -> None:
         check_all(wanted)
-        self.common = _in_file_order([one for one in wanted if chosen(one)])
-        self.own = [one for one in wanted if not chosen(one)]
-        self.size_bytes = sum(one.info.size_bytes for one in self.common)
+        self.common = _in_file_order([tensor for tensor in wanted if chosen(tensor)])
+        self.own = [tensor for tensor in wanted if not chosen(tensor)]
+        self.size_bytes = sum(tensor.info.size_bytes for tensor in self.common)
         self.bucket = torch.empty(min(bucket_bytes, self.size_bytes) + 1, dtype=torch.uint8, device=wire_device())
         self.stream = _TensorStream(self.common)
 
     @property
     def digest(self) -> str:
         """Equal on ranks that expect the same tensors."""
-        told = "\n".join(f"{one.name} {one.info.shape} {one.info.dtype}" for one in self.common)
-        return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+        expected = "\n".join(f"{tensor.name} {tensor.info.shape} {tensor.info.dtype}" for tensor in self.common)
+        return hashlib.blake2b(expected.encode(), digest_size=8).hexdigest()
 
 
 def broadcast_tensors(ready: _BroadcastPlan, ranks: Ranks) -> None:
-    """Fill each rank's part of tensors with what rank 0 reads. Collective, with the same tensors everywhere.
+    """Fill each rank's part of tensors that rank 0 reads. Collective, with the same tensors on all ranks.
 
-    Raises on rank 0 what reading raised, RankError on the others.
+    Raises the error of reading on rank 0, RankError on the others.
     """
     import torch.distributed as dist
 
@@ -315,43 +316,45 @@ def broadcast_tensors(ready: _BroadcastPlan, ranks: Ranks) -> None:
         if bucket[size].item():
             raise RankError("rank 0 could not read the checkpoint; its own error says why")
         stream.put(bucket[:size])
-    if stream.error is not None:  # told only now, since the other ranks needed this one for their broadcasts
+    if stream.error is not None:  # raised last, because the broadcasts needed this rank
         raise stream.error
 
 
-def _is_whole_everywhere(one: WantedTensor) -> bool:
-    """Whether every rank holds all of it; the same answer on every rank."""
-    sharding = one.info.sharding
+def _is_whole_everywhere(tensor: WantedTensor) -> bool:
+    """Whether every rank holds the whole tensor; the same on all ranks."""
+    sharding = tensor.info.sharding
     return not sharding.is_sharded and not sharding.is_opaque
 
 
-def _is_small(one: WantedTensor) -> bool:
-    """Whether each rank would read a small range of the tensor; the same answer on every rank."""
-    sharding = one.info.sharding
+def _is_small(tensor: WantedTensor) -> bool:
+    """Whether each rank would read a small range of the tensor; the same on all ranks."""
+    sharding = tensor.info.sharding
     ranges = max(1, len(sharding.owners)) if sharding.is_sharded else 1
-    return not sharding.is_opaque and one.info.size_bytes < SMALL_RANGE_BYTES * ranges
+    return not sharding.is_opaque and tensor.info.size_bytes < SMALL_RANGE_BYTES * ranges
 
 
 def _in_file_order(wanted: list[WantedTensor]) -> list[WantedTensor]:
-    """The tensors as they lie in their files, so that neighbours are read at once; the same order on every rank."""
-    files = {id(one.file): one.file for one in wanted}
+    """The tensors in the order of their bytes in the files; the same on all ranks."""
+    files = {id(tensor.file): tensor.file for tensor in wanted}
     places = {key: {name: at for at, name in enumerate(file.specs)} for key, file in files.items()}
     order = {key: number for number, key in enumerate(files)}
-    return sorted(wanted, key=lambda one: (order[id(one.file)], places[id(one.file)][one.name]))
+    return sorted(wanted, key=lambda tensor: (order[id(tensor.file)], places[id(tensor.file)][tensor.name]))
 
 
 class _TensorStream:
-    """The tensors as one stream of bytes on its way into them."""
+    """Splits one stream of bytes into the tensors."""
 
     def __init__(self, wanted: Sequence[WantedTensor]) -> None:
         self.error: BaseException | None = None
-        landings = [(one.info.size_bytes, _SeveralLandings(map(_box_landing, one.in_boxes()))) for one in wanted]
+        landings = [
+            (tensor.info.size_bytes, _SeveralLandings(map(_box_landing, tensor.in_boxes()))) for tensor in wanted
+        ]
         self._places = iter([(size_bytes, landing) for size_bytes, landing in landings if size_bytes])
         self._left = 0
         self._landing: Landing | None = None
 
     def put(self, data: Tensor) -> None:
-        """Store the next bytes. The first error is kept in `error`, and further data discarded."""
+        """Store the next bytes. After an error, kept in `error`, further bytes are discarded."""
         while data.numel():
             if not self._left:
                 self._left, self._landing = next(self._places)
@@ -363,13 +366,13 @@ class _TensorStream:
 
 
 class _PieceFeed:
-    """Pieces of any size, given out as buckets."""
+    """Regroups pieces of any size into buckets."""
 
     def __init__(self, pieces: Iterator[Tensor]) -> None:
         self._pieces, self._rest = pieces, torch.empty(0, dtype=torch.uint8)
 
     def fill(self, bucket: Tensor) -> None:
-        """Fill all of `bucket` with what comes next."""
+        """Fill `bucket` with the next bytes."""
         while bucket.numel():
             if not self._rest.numel():
                 self._rest = next(self._pieces)
@@ -380,21 +383,21 @@ class _PieceFeed:
 
 @torch.no_grad()
 def _stored_pieces(wanted: Sequence[WantedTensor]) -> Iterator[Tensor]:
-    """The bytes of the stored tensors in order, each piece alive until the next is asked for."""
-    placed = [(one, whole_run(one.file, one.name)) for one in wanted]
+    """The bytes of the stored tensors in order; each piece is valid until the next."""
+    placed = [(tensor, whole_run(tensor.file, tensor.name)) for tensor in wanted]
     for plain, some in groupby(placed, lambda item: item[1] is not None):
         if plain:
             for part in read_ahead(run for _, run in some if run is not None):
                 yield bytes_at(part.address, part.size_bytes)
             continue
-        for (one, _), numel in ((item, item[0].info.numel) for item in some):
-            step = max(1, _BROADCAST_BYTES // one.info.dtype.itemsize)
+        for (tensor, _), numel in ((item, item[0].info.numel) for item in some):
+            step = max(1, _BROADCAST_BYTES // tensor.info.dtype.itemsize)
             for start in range(0, numel, step):
-                yield one.file.read(one.name, start, min(start + step, numel)).view(torch.uint8)
+                yield tensor.file.read(tensor.name, start, min(start + step, numel)).view(torch.uint8)
 
 
 class _SeveralLandings(tuple[Landing, ...]):
-    """Places that each take what is theirs of the same bytes."""
+    """Several landings for the same bytes."""
 
     def put(self, data: Tensor) -> None:
         """The next bytes."""
@@ -402,26 +405,26 @@ class _SeveralLandings(tuple[Landing, ...]):
             landing.put(data)
 
 
-def _box_landing(one: WantedBox) -> Landing:
-    """The place in this rank's memory of one box of a tensor, all of whose bytes come by."""
-    row_bytes = math.prod(one.view[1:]) * one.dtype.itemsize
-    start, rows = (one.mine.offsets[0], one.mine.sizes[0]) if one.view else (0, 1)
-    return _RangeLanding(_rows_landing(one, rows * row_bytes), start * row_bytes, (start + rows) * row_bytes)
+def _box_landing(box: WantedBox) -> Landing:
+    """The landing of one box in a stream of all bytes of the tensor."""
+    row_bytes = math.prod(box.view[1:]) * box.dtype.itemsize
+    start, rows = (box.mine.offsets[0], box.mine.sizes[0]) if box.view else (0, 1)
+    return _RangeLanding(_rows_landing(box, rows * row_bytes), start * row_bytes, (start + rows) * row_bytes)
 
 
-def _rows_landing(one: WantedBox, size_bytes: int) -> Landing:
-    """The place of the rows of a box, of which it may have columns."""
-    local = one.local
-    if one.mine.sizes[1:] != one.view[1:]:
-        return RowsLanding(local, one.mine, one.view, one.dtype)
-    if type(local) in PLAIN and local.is_contiguous() and local.dtype == one.dtype:
+def _rows_landing(box: WantedBox, size_bytes: int) -> Landing:
+    """The landing of the rows of a box, which may have part of their columns."""
+    local = box.local
+    if box.mine.sizes[1:] != box.view[1:]:
+        return RowsLanding(local, box.mine, box.view, box.dtype)
+    if type(local) in PLAIN and local.is_contiguous() and local.dtype == box.dtype:
         return StraightLanding(local)
-    return _CastLanding(local, one.dtype, torch.empty(size_bytes, dtype=torch.uint8))
+    return _CastLanding(local, box.dtype, torch.empty(size_bytes, dtype=torch.uint8))
 
 
 @dataclass
 class _RangeLanding:
-    """Takes bytes [start, stop) of those that come by, and passes over the others."""
+    """Passes on bytes [start, stop) of a stream and discards the others."""
 
     inner: Landing
     start: int
@@ -437,13 +440,13 @@ class _RangeLanding:
 
 
 class _CastLanding:
-    """A tensor in another dtype or layout than the stored one: collected first, then copied by torch."""
+    """Stages a tensor whose dtype or layout differs from the stored one, then copies it by torch."""
 
     def __init__(self, local: Tensor, dtype: torch.dtype, stage: Tensor) -> None:
         self._local, self._dtype, self._stage, self._at = local, dtype, stage, 0
 
     def put(self, data: Tensor) -> None:
-        """The next bytes; with the last ones the tensor is filled."""
+        """Stage the next bytes; the last ones fill the tensor."""
         self._stage[self._at : self._at + data.numel()].copy_(data)
         self._at += data.numel()
         if self._at == self._stage.numel():
