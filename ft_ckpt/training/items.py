@@ -214,7 +214,7 @@ def refuse_unsaveable(items: Iterable[Item]) -> None:
     problems = [f"{name}: {why}" for name, optimizer in plain for why in optimizers.unsaveable_state(optimizer)]
     if problems:
         raise SelectionError(
-            f"{listing(problems)}: cannot be kept, so a run could not be resumed exactly; use another optimizer, or "
+            f"{listing(problems)}: cannot be saved, so a run could not be resumed exactly; use another optimizer, or "
             "save without its state"
         )
 

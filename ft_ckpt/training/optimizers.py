@@ -27,13 +27,12 @@ from ft_ckpt.formats.pytree import PLAIN, decode_value, encode_value, flatten
 
 Description = dict[str, Any]  # {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}
 
-
-_EXPERTS = ("moe", "name")  # with these DeepSpeed finds the ranks of a group in this run
-GroupValues = tuple[dict[str, Any], Mapping[str, Any]]  # of an optimizer, and the values described for it
+_EXPERTS = ("moe", "name")  # settings by which DeepSpeed finds the ranks of an expert group in this run
+GroupValues = tuple[dict[str, Any], Mapping[str, Any]]  # a live group, and the values described for it
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says beside its parameters: {"value": JSON} by key, None for what cannot be kept."""
+    """The settings of a group without its parameters: {"value": JSON} by key, None for values that cannot be saved."""
     return {key: _encode_hyperparameter(value) for key, value in group.items() if key != "params"}
 
 
@@ -43,18 +42,19 @@ def match_groups(
     description: Mapping[str, Any],
     found: Mapping[str, Source],
 ) -> tuple[list[GroupValues], list[str]]:
-    """Each live group, whose parameters have the names `live`, with the values described for the same ones; and notes.
+    """Match live groups with described ones. Returns each group with its described values, and notes.
 
-    Groups are compared by position and by all names in them. ZeRO forgets frozen parameters: those without state may
-    be in one of the two only, as long as they stay frozen. Raises LoadError for any other difference.
+    `live` has the parameter names of each group. Groups are compared by position and by all names in them. ZeRO drops
+    frozen parameters: those without state may be on one side only while they are frozen. Raises LoadError for any
+    other difference.
     """
     first: dict[int, str] = {}
     canonical = {name: first.setdefault(source.key, name) for name, source in found.items()}
     stored = [{canonical.get(name, name) for name in group["params"]} for group in description["groups"]]
     with_state = {canonical.get(name, name) for name in description["state"]}
-    here, there = {name for names in live for name in names}, {name for names in stored for name in names}
-    problems = _group_differences(here, there, with_state, found)
-    ours, theirs = [here & there & set(names) for names in live], [names & here for names in stored]
+    live_names, stored_names = {name for names in live for name in names}, {name for names in stored for name in names}
+    problems = _group_differences(live_names, stored_names, with_state, found)
+    ours, theirs = [live_names & stored_names & set(names) for names in live], [names & live_names for names in stored]
     places = {frozenset(names): place for place, names in enumerate(theirs) if names}
     pairs: list[GroupValues] = []
     notes: list[str] = []
@@ -63,33 +63,35 @@ def match_groups(
         if place is not None:
             pairs.append((group, description["groups"][place]["values"]))
         elif not names:
-            notes.append(f"parameter group {number} trains nothing that the checkpoint's did: its settings stay")
+            notes.append(f"parameter group {number} shares no parameter with the checkpoint: its settings stay")
         elif not problems:
-            problems.append(f"parameter group {number}: its {len(names)} parameters are no group in the checkpoint")
+            problems.append(
+                f"parameter group {number}: its {len(names)} parameters are not one group in the checkpoint"
+            )
     if problems:
         raise LoadError(f"{listing(problems)}; resume with the model and parameter groups of the saved run")
     return pairs, notes
 
 
 def check_settings(groups: Iterable[GroupValues]) -> None:
-    """Raise LoadError for described values that are of another kind than those that each group has."""
+    """Raise LoadError for described values whose type differs from the live group's."""
     problems = [
         f"{key}: {value!r:.60} in the checkpoint, {group[key]!r:.60} here"
         for group, values in groups
         for key, stored in values.items()
-        if key in group and not _is_alike_setting(key, value := decode_value(stored["value"]), group[key])
+        if key in group and not _can_replace(key, value := decode_value(stored["value"]), group[key])
     ]
     if problems:
         raise LoadError(f"{listing(problems)}; resume with the optimizer of the saved run")
 
 
-def _is_alike_setting(key: str, value: Any, live: Any) -> bool:
-    """Whether a setting may take the place of another; None may stand for any but the learning rate."""
+def _can_replace(key: str, value: Any, live: Any) -> bool:
+    """Whether a stored setting may replace a live one: both of one type, or one None, except for "lr"."""
     if value is None or live is None:
         return value is live or key != "lr"
     if isinstance(live, tuple):
         same = isinstance(value, (tuple, list)) and len(value) == len(live)
-        return same and all(_is_alike_setting(key, *pair) for pair in zip(value, live, strict=True))
+        return same and all(_can_replace(key, *pair) for pair in zip(value, live, strict=True))
     return _kind_of_setting(value) == _kind_of_setting(live)
 
 
@@ -100,7 +102,7 @@ def _kind_of_setting(value: Any) -> str:
 
 
 def set_groups(groups: Iterable[GroupValues]) -> None:
-    """Give each group the values that were described for it, all but which ranks share its experts."""
+    """Set the described values of each group, except those that identify the ranks of its experts."""
     for group, values in groups:
         kept = _EXPERTS if group.get("moe") else ()
         for key, value in values.items():
@@ -108,11 +110,13 @@ def set_groups(groups: Iterable[GroupValues]) -> None:
                 _set_hyperparameter(group, key, value)
 
 
-def _group_differences(here: set[str], there: set[str], with_state: set[str], found: Mapping[str, Source]) -> list[str]:
-    """What only one side trains."""
-    only_here = [name for name in here - there if found[name].trainable or name in with_state]
-    lost = [name for name in (there | with_state) - here if name not in found]
-    only_there = [name for name in there - here if name in found and (found[name].trainable or name in with_state)]
+def _group_differences(
+    live: set[str], stored: set[str], with_state: set[str], found: Mapping[str, Source]
+) -> list[str]:
+    """The parameters that only one side trains."""
+    only_here = [name for name in live - stored if found[name].trainable or name in with_state]
+    lost = [name for name in (stored | with_state) - live if name not in found]
+    only_there = [name for name in stored - live if name in found and (found[name].trainable or name in with_state)]
     return [
         *(f"{name}: trained here, not in the checkpoint's optimizer" for name in sorted(only_here)),
         *(f"{name}: in the checkpoint's optimizer, not trained here" for name in sorted([*lost, *only_there])),
@@ -120,7 +124,7 @@ def _group_differences(here: set[str], there: set[str], with_state: set[str], fo
 
 
 def _encode_hyperparameter(value: Any) -> Any:
-    """{"tensor": dtype, "value": number} or {"value": JSON of a simple value}; None for what is neither."""
+    """{"tensor": dtype, "value": number} or {"value": JSON of a simple value}; None for other values."""
     if isinstance(value, Tensor) and type(value) in PLAIN and value.numel() == 1:
         return {"tensor": dtype_name(value.dtype), "value": encode_value(value.item())}
     try:
@@ -134,7 +138,7 @@ def _set_hyperparameter(group: dict[str, Any], key: str, stored: dict[str, Any])
     if "tensor" not in stored:
         group[key] = value
     elif isinstance(group.get(key), Tensor):
-        group[key].fill_(value)  # in place: captured graphs hold on to it
+        group[key].fill_(value)  # in place: captured CUDA graphs refer to it
     else:
         group[key] = torch.tensor(value, dtype=dtype_of(stored["tensor"]))
 
@@ -150,11 +154,11 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 
 def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
-    """What this rank has of the optimizer's state, as JSON can say it: plain values, and facts of the tensors.
+    """This rank's part of the optimizer's state as JSON: plain values, and shape and dtype of tensors.
 
-    `found` are the sources of the models it trains. Whether a parameter requires a gradient just now decides nothing.
-    Raises SelectionError naming what cannot be kept: tensors with a meaning of their own, Python objects, parameters
-    of no known model, further entries of its state dict.
+    `found` are the sources of the models it trains; their `requires_grad` does not matter. Raises SelectionError naming
+    what cannot be saved: tensor subclasses, Python objects, parameters of unknown models, further entries of its state
+    dict.
     """
     owners, problems = sources_by_parameter(found), unsaveable_state(optimizer)
     groups: list[Description] = []
@@ -179,7 +183,7 @@ def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
                 state.setdefault(source.name, {})[key] = entry
     if problems:
         raise SelectionError(
-            f"{type(optimizer).__name__}: {listing(problems)}: cannot be kept, so a run could not be resumed exactly; "
+            f"{type(optimizer).__name__}: {listing(problems)}: cannot be saved, so a run could not be resumed exactly; "
             "use an optimizer whose state is tensors and numbers, or save without its state"
         )
     described = {"class": type(optimizer).__name__, "groups": groups, "state": state}
@@ -187,10 +191,10 @@ def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
 
 
 def unsaveable_state(optimizer: Any) -> list[str]:
-    """What of the optimizer cannot be kept whatever it trains; known before its first step."""
+    """The reasons why the optimizer's state can never be saved; known before its first step."""
     problems = []
     if isinstance(optimizer, torch.optim.LBFGS):
-        problems.append("its state is of all parameters together")
+        problems.append("its state belongs to all parameters together")
     problems += [
         f"its {name!r} is an optimizer with state of its own; register that one in its place, or give both one `state`"
         for name in _inner_optimizers(optimizer)
@@ -206,7 +210,7 @@ def unsaveable_state(optimizer: Any) -> list[str]:
 
 
 def _inner_optimizers(optimizer: Any) -> list[str]:
-    """The attributes that are other optimizers, or have some, which keep state that is not in this one's."""
+    """The attributes that are or contain other optimizers with separate state."""
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
     held = {name: value.values() if isinstance(value, Mapping) else value for name, value in own.items()}
     held = {name: value if isinstance(value, (list, tuple, ValuesView)) else [value] for name, value in held.items()}
@@ -220,7 +224,7 @@ def _has_other_state(value: Any, optimizer: Any) -> bool:
 def state_tensors(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
     """The tensors of the described state as sources, by "parameter/key"; the same names on every rank.
 
-    Raises SelectionError naming state of parts of parameters that other ranks have of theirs, and this one has not.
+    Raises SelectionError naming state that this rank lacks for its parts of parameters, and other ranks have.
     """
     sources, missing = {}, []
     for name, entries in description["state"].items():
@@ -234,22 +238,23 @@ def state_tensors(optimizer: Any, description: Description, found: Mapping[str, 
 
 
 def refuse_missing_state(optimizer: Any, missing: list[str]) -> None:
-    """Raise SelectionError naming state that this rank has not, where there is any."""
+    """Raise SelectionError naming the state that this rank lacks, if any."""
     if missing:
         raise SelectionError(
-            f"{type(optimizer).__name__}: {listing(missing)}: other ranks have this of their parts of the parameters, "
-            "this rank has not, so a part would be lost; step on all ranks alike, or save without the optimizer's state"
+            f"{type(optimizer).__name__}: {listing(missing)}: other ranks have this state for their parts of the "
+            "parameters, this rank has not, so a part would be lost; step on all ranks, or save without the "
+            "optimizer's state"
         )
 
 
 def _has_part(owner: Source, entry: Any) -> bool:
-    """Whether a state tensor is cut like its parameter, and this rank holds elements of that."""
+    """Whether a state tensor is sharded like its parameter, and this rank holds elements of it."""
     is_cut = shows_runs(owner.live) or is_distributed(owner.live)
-    return is_cut and _is_alike(entry, owner) and owner.local is not None and owner.local.numel() > 0
+    return is_cut and _has_shape_of(entry, owner) and owner.local is not None and owner.local.numel() > 0
 
 
 def check(optimizer: Any, description: Description, found: Mapping[str, Source]) -> None:
-    """Raise LoadError for parameters, groups or settings that are not those of the description. Changes nothing."""
+    """Raise LoadError if parameters, groups or settings differ from the description. Changes nothing."""
     check_settings(match_groups(optimizer.param_groups, names_of(optimizer, found), description, found)[0])
 
 
@@ -260,13 +265,12 @@ def restore(
     fill: Callable[[Source], Any],
     later: Callable[[Source], Any] | None = None,
 ) -> tuple[str, ...]:
-    """Give the optimizer the described state; `fill` reads into what this rank holds of a source. Returns notes.
+    """Set the described state; `fill` reads this rank's elements of a source. Returns notes.
 
-    `later`, if given, notes sources to be filled together after the return; here all of them can wait.
+    `later`, if given, collects sources to be filled together after the return; here all of them can wait.
 
-    State is matched by name, groups by the names in them; state that is not described is dropped, so that going back
-    leaves nothing of later steps. Raises LoadError for parameters or groups that the description does not have, and
-    for those that only it has.
+    State is matched by name, groups by the names in them; state that is not described is dropped, so that nothing of
+    later steps is left. Raises LoadError for parameters or groups on one side only.
     """
     fill = later or fill
     groups, notes = match_groups(optimizer.param_groups, names_of(optimizer, found), description, found)
@@ -286,7 +290,7 @@ def restore(
     beside = _restore_other_state(description["beside"]) if "beside" in description else {}
     optimizer.state.clear()
     optimizer.state.update({**fresh, **beside})
-    for name, dtype in description.get("masters", {}).items():  # of ZeRO: more exact than the weights beside them
+    for name, dtype in description.get("masters", {}).items():  # of ZeRO: more exact than the half-precision weights
         if found[name].dtype == dtype_of(dtype):
             fill(replace(found[name], name=f"{name}/master"))
     set_groups(groups)
@@ -302,7 +306,7 @@ def hooked_optimizer(optimizer: Any) -> tuple[Any, list[Tensor]]:
 
 
 def names_of(optimizer: Any, found: Mapping[str, Source]) -> list[list[str]]:
-    """The names of the parameters in each group; of tied ones the first."""
+    """The names of the parameters in each group; of tied names the first."""
     owners = sources_by_parameter(found)
     return [[s.name for p in group["params"] for s in owners.get(id(p), [])] for group in optimizer.param_groups]
 
@@ -314,9 +318,9 @@ def trained_identities(optimizer: Any, found: Mapping[str, Source]) -> frozenset
 
 
 def sources_by_parameter(found: Mapping[str, Source]) -> dict[int, list[Source]]:
-    """The sources that are in each parameter object, by its id: one, or those of a whole FSDP1 flat parameter.
+    """The sources in each parameter object, by its id: one, or several for an FSDP1 flat parameter.
 
-    With an expert's there are those that other ranks have in its place.
+    An expert's parameter also has the sources of the experts that other ranks hold in its place.
     """
     owners: dict[int, list[Source]] = {}
     seen: set[int] = set()
@@ -329,19 +333,19 @@ def sources_by_parameter(found: Mapping[str, Source]) -> dict[int, list[Source]]
 
 
 def parameter_of(source: Source) -> Any:
-    """The parameter object that an optimizer was given for `source`, or the tensor itself."""
+    """The parameter object of `source` in an optimizer, or the tensor itself."""
     return optimizer_parameter(source.live)
 
 
 def _stateful_parameters(optimizer: Any) -> list[Any]:
-    """The parameters that have state: in the order of the groups, then those that are in no group just now."""
+    """The parameters that have state: in the order of the groups, then those in no group."""
     ordered = {id(p): p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state}
     ordered.update({id(key): key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in ordered})
     return list(ordered.values())
 
 
 def _other_state(optimizer: Any) -> dict[Any, Any]:
-    """State under keys that are no parameters."""
+    """State under keys that are not parameters."""
     return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
@@ -351,7 +355,7 @@ def _describe_other_state(state: dict[Any, Any]) -> Description:
     size, devices = sum(leaf.data.nbytes for leaf in leaves), sorted({tensor.device.type for tensor in tensors})
     if size > _MOST_BESIDE_BYTES or len(devices) > 1:
         raise SelectionError(
-            f"{size:,} bytes of tensors on {' and '.join(devices)} under keys that are no parameters, expected "
+            f"{size:,} bytes of tensors on {' and '.join(devices)} under keys that are not parameters, expected "
             f"{_MOST_BESIDE_BYTES:,} at most, on one kind of device"
         )
     return {"text": pytree.dump_object(state, "state"), "device": devices[0] if devices else "cpu"}
@@ -363,7 +367,7 @@ def _restore_other_state(described: Description) -> dict[Any, Any]:
 
 
 def _state_entry(value: Any, parameter: Any, owner: Source) -> Any:
-    """The facts of a tensor, its shape the whole one, or {"value": plain value}; None for anything else."""
+    """Global shape, dtype and device of a tensor, or {"value": plain value}; None for anything else."""
     if isinstance(value, Tensor):
         host = value.device.type == "cpu" and parameter.device.type != "cpu"
         cut = shows_runs(owner.live) and value.dim() > 0
@@ -375,8 +379,8 @@ def _state_entry(value: Any, parameter: Any, owner: Source) -> Any:
         return None
 
 
-def _is_alike(entry: Any, owner: Source) -> bool:
-    """Whether a state tensor is laid out like its parameter; one number for all of it is not."""
+def _has_shape_of(entry: Any, owner: Source) -> bool:
+    """Whether a state tensor has the shape of its parameter, and not one number for all of it."""
     return bool(entry["shape"]) and tuple(entry["shape"]) == owner.shape
 
 
@@ -388,7 +392,7 @@ def _state_problem(value: Any, source: Source, parameter: Any) -> str | None:
     if not isinstance(value, Tensor) or is_distributed(value):
         return None
     if type(value) not in PLAIN or value.layout is not torch.strided or value.is_quantized:
-        return f"{type(value).__module__}.{type(value).__qualname__}, a tensor with a meaning of its own"
+        return f"{type(value).__module__}.{type(value).__qualname__}, an unsupported tensor subclass"
     is_run = shows_runs(source.live)
     cut = is_run or is_distributed(parameter)
     if cut and value.numel() > 1 and not (is_run and value.shape == parameter.shape):
@@ -397,25 +401,25 @@ def _state_problem(value: Any, source: Source, parameter: Any) -> str | None:
 
 
 def _entry_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
-    """The source of one state tensor; `value` is what this rank has of it, None for nothing."""
+    """The source of one state tensor; `value` is this rank's part, or None."""
     name, dtype = f"{owner.name}/{key}", dtype_of(entry["dtype"])
     if is_distributed(value):
         return replace(source_of_tensor(name, owner.raw_name, value), dtype=dtype, trainable=False)
     is_run, shape = shows_runs(owner.live), tuple(entry["shape"])
     value = None if stands_for_another(owner.live) else value
     sharding: Sharding
-    if is_run and _is_alike(entry, owner):
+    if is_run and _has_shape_of(entry, owner):
         engine, (sharding, local) = owner.engine, state_run(owner.live, value)
-    else:  # of a parameter in runs a rank may have nothing, and no state then
+    else:  # a rank without a run of the parameter has no state
         engine, sharding = "plain", OwnedSharding(shape, entry.get("rank", 0), "rank" not in entry and not is_run)
         local = None if value is None else value.detach()
     return held_source(name, owner.raw_name, shape, engine, sharding, dtype, value).holding(local)
 
 
 def _empty_state_tensor(entry: Any, parameter: Any, owner: Source) -> Tensor:
-    """Memory for a state tensor, cut like its parameter where that is cut."""
+    """Memory for a state tensor, sharded like its parameter."""
     dtype = dtype_of(entry["dtype"])
     device = torch.device("cpu") if entry["host"] else parameter.device
-    if _is_alike(entry, owner):
+    if _has_shape_of(entry, owner):
         return torch.zeros_like(parameter.detach(), dtype=dtype, device=None if not entry["host"] else device)
     return torch.zeros(entry["shape"], dtype=dtype, device=device)

@@ -1,8 +1,8 @@
 """The training state of a run as entries and a JSON document, and the checks of a document that is read.
 
-What is alike on all ranks (optimizer moments, schedulers) is stored once; what each
-rank has of its own (random numbers, place in the data, an object that differs) once for each rank. All tensors become
-entries of one more part of the checkpoint, and go the way weights go; the rest is one JSON document.
+State that is equal on all ranks (optimizer moments, schedulers) is stored once, state of each rank (random numbers,
+data position, an object that differs) once per rank. All tensors become entries of one more part of the checkpoint and
+are written like weights; the rest is one JSON document.
 """
 
 import json
@@ -67,17 +67,17 @@ from ft_ckpt.training.optimizers import Description
 
 
 def merge_descriptions(descriptions: Sequence[Description]) -> Description:
-    """One description: a rank that holds nothing of a parameter (FSDP1) may have no state for it.
+    """Merge the descriptions of all ranks: a rank without elements of a parameter (FSDP1) may have no state for it.
 
-    Settings of groups and numbers that a rank has otherwise than rank 0 are under "own", by the rank.
+    Group settings and numbers that differ from rank 0's are under "own", by rank.
     """
     if all(one is descriptions[0] for one in descriptions):
         return descriptions[0]
-    apart = [rank for rank, one in enumerate(descriptions) if one.get("beside") != descriptions[0].get("beside")]
-    if apart:
+    differing = [rank for rank, one in enumerate(descriptions) if one.get("beside") != descriptions[0].get("beside")]
+    if differing:
         raise SelectionError(
-            f"{descriptions[0]['class']}: its state beside that of the parameters differs on rank {apart[0]} from rank "
-            "0's: it cannot be kept; make it the same, or save without the optimizer's state"
+            f"{descriptions[0]['class']}: its state beside that of the parameters differs on rank {differing[0]} from "
+            "rank 0's: it cannot be saved; make it the same, or save without the optimizer's state"
         )
     state: dict[str, dict[str, Any]] = {}
     for rank, one in enumerate(descriptions):
@@ -90,7 +90,7 @@ def merge_descriptions(descriptions: Sequence[Description]) -> Description:
 
 
 def description_of_rank(description: Description, rank: int) -> Description:
-    """The merged description, with the settings and numbers that `rank` had of its own."""
+    """The merged description, with the settings and numbers of `rank`."""
     own = description.get("own", {}).get(str(rank))
     if own is None:
         return description
@@ -103,7 +103,7 @@ def description_of_rank(description: Description, rank: int) -> Description:
 
 
 def settings_by_rank(description: Description) -> dict[str, list[int]]:
-    """What of a merged description some ranks have of their own, in words, and these ranks."""
+    """The settings and numbers that differ from rank 0's, by name, and the ranks that differ."""
     found: dict[str, list[int]] = {}
     for rank, own in description.get("own", {}).items():
         names = [f"{key} of group {number}" for number, values in own["groups"].items() for key in values]
@@ -114,15 +114,16 @@ def settings_by_rank(description: Description) -> dict[str, list[int]]:
 
 
 def _values_of_rank(one: Description, together: Description) -> Description:
-    """The settings and numbers of one rank that are not those of the ranks `together`; {} for none."""
+    """The settings and numbers of one rank that differ from the merged ones; {} if none do."""
     groups, state = {}, {}
     for number, (group, known) in enumerate(zip(one["groups"], together["groups"], strict=False)):
-        odd = {key: value for key, value in group["values"].items() if value != known["values"].get(key)}
-        groups.update({str(number): odd} if odd else {})
+        differing = {key: value for key, value in group["values"].items() if value != known["values"].get(key)}
+        groups.update({str(number): differing} if differing else {})
     for name, entries in one["state"].items():
         plain = {key: entry for key, entry in entries.items() if "dtype" not in entry}
-        odd = {k: entry for k, entry in plain.items() if entry["value"] != together["state"][name][k].get("value")}
-        state.update({name: odd} if odd else {})
+        merged = together["state"][name]
+        differing = {key: entry for key, entry in plain.items() if entry["value"] != merged[key].get("value")}
+        state.update({name: differing} if differing else {})
     return {"groups": groups, "state": state} if groups or state else {}
 
 
@@ -134,7 +135,7 @@ _LEAVES = frozenset({*PLAIN, DTensor})
 
 @dataclass(frozen=True, eq=False)
 class LocalState:
-    """What this rank has: facts that every rank must know before anything is laid out, and the tensors behind them."""
+    """This rank's state: facts that all ranks need to lay out files, and the tensors."""
 
     facts: Document
     leaves: Mapping[str, Sequence[Tensor]]  # by item: of the shared tree or of this rank's own
@@ -151,10 +152,10 @@ class TrainingState:
 def local_state(
     items: Sequence[Item], found: Mapping[Key, Source], own: Mapping[str, Any], digest: bool = True
 ) -> LocalState:
-    """This rank's part of the state; `own` are objects (trees) that each rank has for itself. Moves nothing.
+    """This rank's part of the state; `own` are trees that each rank stores for itself. Moves nothing.
 
-    `digest`: with digests, by which several ranks compare their objects. Raises SelectionError naming state that
-    cannot be kept.
+    `digest`: with digests, by which ranks compare their objects. Raises SelectionError naming state that cannot be
+    saved.
     """
     facts: Document = {"items": {}, "own": {}}
     leaves: dict[str, Sequence[Tensor]] = {}
@@ -173,19 +174,18 @@ def local_state(
 
 @dataclass(frozen=True, eq=False)
 class EveryState:
-    """What a rank knows of the state of all: the same on every rank, but that rank 0 alone has the trees themselves."""
+    """The facts of all ranks' state: the same on every rank, except that only rank 0 has the trees."""
 
-    items: Document  # the facts of each item: of an optimizer those of all ranks together, of an object rank 0's
-    trees: Sequence[Document]  # what each rank has of its own, in rank order
-    is_alike: bool = True  # whether all ranks said the same of their optimizers
+    items: Document  # facts by item: of an optimizer merged from all ranks, of an object rank 0's
+    trees: Sequence[Document]  # each rank's own trees, in rank order
+    is_alike: bool = True  # whether all ranks describe their optimizers equally
 
 
 def exchange_facts(local: LocalState, objects: Sequence[Item], ranks: Ranks, found: Iterable[Key]) -> EveryState:
-    """What there is on all ranks, which have all the tensors `found`. Collective.
+    """Exchange the facts of all ranks, which have all the tensors `found`. Collective.
 
-    Digests first: the facts themselves travel only where ranks differ, as under FSDP1, where a rank knows nothing of
-    parameters it holds no part of. Of what a rank has of its own the others are told how its tensors look, and rank 0
-    all.
+    Digests go first; facts are sent only if ranks differ, as under FSDP1, where a rank has no facts of parameters that
+    it holds no part of. Of a rank's own trees, rank 0 gets all, other ranks only shapes and dtypes.
     """
     items, own = local.facts["items"], local.facts["own"]
     if ranks.size == 1:
@@ -198,34 +198,34 @@ def exchange_facts(local: LocalState, objects: Sequence[Item], ranks: Ranks, fou
     if not agreed.told["same_names"]:
         name_differing_tensors(ranks, "the tensors of save_state()", names, lambda: labels)
     trees = [value["own"] for value in agreed.values] or values_of_runs(agreed.told["own"])
-    odd = agreed.told["odd"]
-    if not odd:
+    differing = agreed.told["differing"]
+    if not differing:
         return EveryState(items, trees)
-    facts = {name: items.get(name) for name in odd}
+    facts = {name: items.get(name) for name in differing}
     agreed = ranks.agree("the state of save_state()", facts, decide=_merge_facts)
     further = [_unlike_leader(value, agreed.values[0]) for value in agreed.values]
     together = [{**one, **more} for one, more in zip(trees, further or values_of_runs(agreed.told["own"]), strict=True)]
     told = agreed.told["items"]
     is_alike = not any("optimizer" in fact for fact in told.values())
-    own_trees = {name: items[name] for name, fact in told.items() if ranks.leads and "leaves" in fact}  # told by looks
+    own_trees = {name: items[name] for name, fact in told.items() if ranks.leads and "leaves" in fact}
     return EveryState({**items, **told, **own_trees}, together, is_alike)
 
 
 def looks_of_trees(trees: Iterable[Document]) -> Document:
-    """How the tensors look that each rank has of its own, for `values_of_runs`."""
+    """Shapes and dtypes of each rank's own tensors, for `values_of_runs`."""
     return runs_of([{name: {"leaves": fact["leaves"]} for name, fact in one.items()} for one in trees])
 
 
 def _compare_facts(values: Values) -> Document:
     check_same_items([value["kinds"] for value in values])
     names = dict.fromkeys(name for value in values for name in value["digests"])
-    odd = [name for name in sorted(names) if len({value["digests"].get(name) for value in values}) > 1]
+    differing = [name for name in sorted(names) if len({value["digests"].get(name) for value in values}) > 1]
     same_names = len({value["names"] for value in values}) == 1
-    return {"odd": odd, "same_names": same_names, "own": looks_of_trees(value["own"] for value in values)}
+    return {"differing": differing, "same_names": same_names, "own": looks_of_trees(value["own"] for value in values)}
 
 
 def _merge_facts(values: Values) -> Document:
-    """Of items that ranks have otherwise: those of optimizers together, of objects rank 0's and how others' look."""
+    """The facts of items that differ: merged for optimizers, for objects rank 0's and the shapes of the others'."""
     items: Document = {}
     for name, fact in values[0].items():
         if "optimizer" in fact:
@@ -236,14 +236,14 @@ def _merge_facts(values: Values) -> Document:
 
 
 def _unlike_leader(facts: Mapping[str, Any], first: Mapping[str, Any]) -> Document:
-    """The objects that a rank has otherwise than rank 0."""
+    """The objects of a rank that differ from rank 0's."""
     return {n: fact for n, fact in facts.items() if "digest" in fact and fact["digest"] != first[n]["digest"]}
 
 
 def assemble_state(
     local: LocalState, every: EveryState, items: Sequence[Item], found: Mapping[Key, Source], rank: int
 ) -> TrainingState:
-    """The whole state, from what there is on `every` rank; on all ranks the same entries, on rank 0 the document."""
+    """The state of all ranks: the same entries on all ranks, the document on rank 0."""
     entries: list[Entry] = []
     for item in items:
         entries += _item_entries(item, local, every.items[item.name], found, rank)
@@ -255,16 +255,16 @@ def assemble_state(
 
 
 def build_document(every: EveryState, items: Sequence[Item]) -> Document:
-    """All of the state that is no tensor; trees on rank 0 alone."""
+    """The state without tensors; trees on rank 0 only."""
     about = {item.name: _describe_item(item, every.items[item.name]) for item in items}
     ranks = [{name: _summarize_tree(fact) for name, fact in trees.items()} for trees in every.trees]
     return {"version": DOCUMENT_VERSION, "items": about, "ranks": ranks}
 
 
 def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, Source]) -> Part:
-    """The part that holds `state`, and exact copies of live tensors that the other `parts` have changed or left out.
+    """The part with `state`, and exact copies of live tensors that the other `parts` convert or leave out.
 
-    The frozen parameters of an adapter's base are left out: they are no part of its run.
+    The frozen parameters of an adapter's base are not copied: they do not belong to its run.
     """
     exact = {
         entry.source.key: [part.path, entry.name]
@@ -277,7 +277,7 @@ def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, 
     entries, weights = list(state.entries), {}
     for name, source in found.items():
         if source.is_added:
-            continue  # kept with the extra state
+            continue  # stored with the extra state
         if source.key in exact:
             weights[name] = exact[source.key]
         elif source.key not in bases or source.trainable:
@@ -288,7 +288,7 @@ def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, 
 
 
 def source_of(name: str, tensor: Tensor) -> Source:
-    """The source of a tensor that is alike on all ranks, or cut over them by torch itself."""
+    """The source of a tensor that is equal on all ranks, or a DTensor."""
     made = replace(source_of_tensor(name, name, tensor), trainable=False)
     return made if is_distributed(tensor) else replace(made, sharding=OwnedSharding(made.shape, 0))
 
@@ -322,7 +322,6 @@ def _live_leaf(leaf: Leaf) -> Tensor:
 
 
 def _describe_item(item: Item, fact: Document) -> Document:
-    """What the document says of one item."""
     if item.kind == "optimizer":
         return {"optimizer": fact["optimizer"]}
     return {"model": True} if item.kind == "model" else _summarize_tree(fact)
@@ -333,7 +332,7 @@ def _summarize_tree(fact: Document) -> Document:
 
 
 def _item_entries(item: Item, local: LocalState, fact: Document, found: Mapping[Key, Source], rank: int) -> list[Entry]:
-    """The entries of the tensors that an item has once for all ranks."""
+    """The entries of an item's tensors that are stored once for all ranks."""
     if item.kind == "optimizer":
         module, optimizer = optimizer_of(item)
         return _prefixed_entries(item.name, module.state_tensors(optimizer, fact["optimizer"], labelled_sources(found)))
@@ -352,14 +351,14 @@ def _item_entries(item: Item, local: LocalState, fact: Document, found: Mapping[
 
 
 def _own_entries(prefix: str, owner: int, leaves: Sequence[Document], mine: Sequence[Tensor] | None) -> Iterator[Entry]:
-    """Entries of tensors that only the rank `owner` has."""
+    """The entries of tensors that only the rank `owner` has."""
     for index, leaf in enumerate(leaves):
         tensor = mine[index] if mine is not None else None
         yield _entry_of(_leaf_source(f"{prefix}/{index}", leaf, tensor, owner))
 
 
 def _leaf_source(name: str, leaf: Document, tensor: Tensor | None, owner: int) -> Source:
-    """The source of a tensor in a tree; `tensor` is what this rank has of it, which `owner` speaks for."""
+    """The source of a tensor in a tree, stored by the rank `owner`; `tensor` is this rank's, or None."""
     shape, dtype = tuple(leaf["shape"]), dtype_of(leaf["dtype"])
     return held_source(name, name, shape, "plain", OwnedSharding(shape, owner), dtype, tensor).holding(tensor)
 
@@ -372,35 +371,35 @@ def _entry_of(source: Source) -> Entry:
     return unchanged_entry(source.name, source)
 
 
-FLAGS = "requires_grad"  # their key in the document of a state
+FLAGS = "requires_grad"  # key in the document
 _TRAINED, _FROZEN = "trained", "frozen"
 
 
 def gradient_flags(found: Mapping[Key, Source]) -> Document:
-    """The labels of parameters that want a gradient, or of those that want none, whichever are fewer."""
+    """The labels of parameters that require a gradient, or of those that do not, whichever are fewer."""
     flags = _flags_by_label(found)
     trained, frozen = [[label for label, one in flags.items() if one is flag] for flag in (True, False)]
     return {_TRAINED: trained} if len(trained) < len(frozen) else {_FROZEN: frozen}
 
 
-def check_flags(told: Mapping[str, Any] | None) -> None:
-    """Raise CorruptError for what `gradient_flags` did not give; None is of an earlier version."""
-    if told is not None and [*told] not in ([_TRAINED], [_FROZEN]):
-        raise CorruptError(f"{listing(sorted(told), ', ') or 'nothing'}, expected {_TRAINED!r} or {_FROZEN!r}")
+def check_flags(flags: Mapping[str, Any] | None) -> None:
+    """Raise CorruptError for values that `gradient_flags` does not return; None is of an earlier version."""
+    if flags is not None and [*flags] not in ([_TRAINED], [_FROZEN]):
+        raise CorruptError(f"{listing(sorted(flags), ', ') or 'nothing'}, expected {_TRAINED!r} or {_FROZEN!r}")
 
 
 def changed_flags(document: Document, found: Mapping[Key, Source]) -> list[str]:
-    """In words, what wants a gradient now and did not when the state of `document` was saved, and the reverse.
+    """A sentence on parameters whose `requires_grad` has changed since `document` was saved, for each direction.
 
-    Nothing is said of states of earlier versions, which did not tell.
+    Empty for documents of earlier versions without the flags.
     """
-    told: Document | None = document.get(FLAGS)
-    if told is None:
+    flags: Document | None = document.get(FLAGS)
+    if flags is None:
         return []
-    listed = frozenset(told[_TRAINED] if _TRAINED in told else told[_FROZEN])
+    listed = frozenset(flags[_TRAINED] if _TRAINED in flags else flags[_FROZEN])
     changed: dict[bool, list[str]] = {True: [], False: []}
     for label, flag in _flags_by_label(found).items():
-        if ((label in listed) is (_TRAINED in told)) is not flag:
+        if ((label in listed) is (_TRAINED in flags)) is not flag:
             changed[flag].append(label)
     words = {
         False: f"{_TRAINED} when it was saved, {_FROZEN} now",
@@ -410,7 +409,7 @@ def changed_flags(document: Document, found: Mapping[Key, Source]) -> list[str]:
 
 
 def _flags_by_label(found: Mapping[Key, Source]) -> dict[str, bool]:
-    """What the parameters themselves say, whatever an optimizer has trained."""
+    """`requires_grad` of the parameters themselves, whether an optimizer has trained them or not."""
     parameters = {f"{item}: {name}" if item else name: one for (item, name), one in found.items() if one.is_parameter}
     layouts = layouts_of(by_engine(one.live for one in parameters.values()))
     return {label: layout.trainable for label, layout in zip(parameters, layouts, strict=True)}
@@ -423,7 +422,7 @@ _Stored = tuple[tuple[int, ...] | None, str | None]  # shape and dtype of a tens
 
 @dataclass(frozen=True)
 class _KnownDocument:
-    """The fields of the document. Those with a default are not in the documents of all versions."""
+    """The fields of the document. Earlier versions lack those with a default."""
 
     version: int
     weights: Mapping[str, tuple[str, ...]]
@@ -442,7 +441,7 @@ class _KnownDocument:
 
 
 def read_document(store: Store, manifest: Manifest) -> Document:
-    """The JSON half of the training state of the checkpoint in `store`: the fields that are known.
+    """The training state's document of the checkpoint in `store`: its known fields.
 
     Raises CorruptError when it cannot be read, naming every value that is of another type or out of range, and every
     tensor of the state that it does not refer to.
@@ -462,11 +461,11 @@ def read_document(store: Store, manifest: Manifest) -> Document:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise CorruptError(f"{name} is no JSON")
+    raise CorruptError(f"{name} is not JSON")
 
 
 def _problems(known: _KnownDocument, manifest: Manifest) -> Iterator[str]:
-    """What is wrong with values whose type is right."""
+    """The problems of values of the right type."""
     if known.version < 1:
         yield f"version: {known.version}"
     if not known.ranks:
@@ -506,9 +505,9 @@ _read_names = reader_of(Mapping[str, str])
 
 
 def _check_optimizer(described: Any, ranks: int) -> None:
-    """Raise what a description raises that is none."""
+    """Raise one of _BAD for an invalid description."""
     if type(described) is not dict or type(described["class"]) is not str or type(described["groups"]) is not list:
-        raise CorruptError("no optimizer's state")
+        raise CorruptError("not an optimizer's state")
     for group in described["groups"]:
         found = reader_of(_Group)(group if type(group) is dict else {})
         _check_settings(found.values)
@@ -555,10 +554,10 @@ def _check_entries(state: Any, ranks: int) -> None:
 
 
 def _check_tensors(known: _KnownDocument, manifest: Manifest) -> None:
-    """Raise CorruptError where the document refers to no tensor, or to another one than there is; or none to one."""
+    """Raise CorruptError for references to missing or other tensors, and for tensors without a reference."""
     specs = {(part.path, one.name): (one.shape, one.dtype) for part in manifest.parts for one in part.tensors}
     problems = [
-        f"weights.{name}: {list(place)} is no tensor" for name, place in known.weights.items() if place not in specs
+        f"weights.{name}: {list(place)} is not a tensor" for name, place in known.weights.items() if place not in specs
     ]
     wanted = dict(_referred_tensors(known))
     stored = {name: spec for (part, name), spec in specs.items() if part == FOLDER}
@@ -566,8 +565,8 @@ def _check_tensors(known: _KnownDocument, manifest: Manifest) -> None:
     for name, (shape, dtype) in wanted.items():
         found = stored.get(name)
         if found is None or shape not in (None, found[0]) or dtype not in (None, found[1]):
-            told = "not there" if found is None else f"{found[1]} {list(found[0])}"
-            problems.append(f"{name}: {told}, expected {dtype or 'a tensor'} {list(shape or ())}")
+            actual = "missing" if found is None else f"{found[1]} {list(found[0])}"
+            problems.append(f"{name}: {actual}, expected {dtype or 'a tensor'} {list(shape or ())}")
     problems += [
         f"{name}: nothing refers to it" for name in stored if name not in wanted and not name.startswith(models)
     ]
@@ -576,7 +575,7 @@ def _check_tensors(known: _KnownDocument, manifest: Manifest) -> None:
 
 
 def _referred_tensors(known: _KnownDocument) -> Iterator[tuple[str, _Stored]]:
-    """The tensors of the state's part that the document refers to, by name; those of models are not listed."""
+    """The tensors of the state part that the document refers to, by name, without those of models."""
     yield from ((place[-1], (None, None)) for place in known.weights.values() if place[:1] == (FOLDER,))
     for name, odd in known.apart.items():
         yield from ((own_name(name, int(rank)), (None, None)) for rank in odd)
@@ -596,7 +595,7 @@ def _referred_tensors(known: _KnownDocument) -> Iterator[tuple[str, _Stored]]:
 
 
 def _tensors_of_tree(name: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, _Stored]]:
-    """Raises CorruptError for a tree that no object could have been, or that has not as many tensors as it says."""
+    """Raises CorruptError for a tree that cannot be decoded, or whose number of tensors is wrong."""
     numbers = sorted({*leaf_numbers(decode_node(entry["tree"]))})
     if numbers != list(range(len(numbers))) or (type(entry["tensors"]), entry["tensors"]) != (int, len(numbers)):
         raise CorruptError(f"{name}: tensors {numbers}, expected {entry['tensors']!r:.40} from 0 on")
@@ -612,8 +611,8 @@ class StoredTensors:
         remote: Callable[[str], TensorFile] | None = None,
         proofs: Sequence[FileProof] = (),
     ) -> None:
-        """`remote` gives the tensors of the part in a folder, where another rank reads them for this one; `proofs` are
-        the comparisons of whole files that are due.
+        """`remote` returns the file of the part in a folder if another rank reads for this one; `proofs` are the
+        comparisons of whole files that are due.
         """
         self._held, self._remote, parts = held, remote, held.manifest.parts
         self.late_files, self.proofs = [proof.record for proof in proofs], proofs
@@ -625,7 +624,7 @@ class StoredTensors:
         self._open: dict[str, TensorFile] = {}
 
     def take_share(self, number: int, count: int) -> None:
-        """Leave comparisons to other ranks, of which there are `count` with this one, the `number`th."""
+        """Keep this rank's share of the comparisons: rank `number` of `count` that share them."""
         self.proofs = share_proofs(self.proofs, number, count)
 
     def file_of(self, part: str, name: str) -> TensorFile:
@@ -648,7 +647,7 @@ class StoredTensors:
 
     @cached_property
     def _specs(self) -> dict[str, dict[str, Spec]]:
-        """What the manifest says of the tensors in each file, in its order."""
+        """The specs of the tensors in each file, in the order of the manifest."""
         found: dict[str, dict[str, Spec]] = {}
         for tensor in (tensor for part in self._held.manifest.parts for tensor in part.tensors):
             found.setdefault(tensor.file, {})[tensor.name] = Spec(tensor.name, tensor.shape, tensor.dtype)
@@ -668,30 +667,30 @@ class StoredTensors:
         return file.read(name).view(file.specs[name].shape)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for file in self._open.values():
             file.close()
 
 
 @dataclass(frozen=True, eq=False)
 class ResumePoint:
-    """An open checkpoint to resume from, in which each thing is read once: manifest, document of the state, tensors."""
+    """An open checkpoint to resume from: manifest, document, tensors; each is read once."""
 
     checkpoint: OpenCheckpoint
     document: Document
     tensors: StoredTensors
-    served: str = ""  # ranks that rank 0 reads the tensors for, in words
-    is_proved_late: bool = False  # digests of its files, on any rank, are compared while these are read
+    served: str = ""  # ranks for which rank 0 reads the tensors, as text
+    is_proved_late: bool = False  # digests of files are compared while reading, on any rank
 
     def way_to_read(self, fan_out: str) -> str:
-        """The way that `choose_filler` takes for what SaverConfig.fan_out says."""
+        """The way for `choose_filler`, from SaverConfig.fan_out and where the checkpoint is."""
         if self.served:
             return "broadcast"
         return "small" if fan_out == "auto" and isinstance(self.checkpoint.store, ListedStore) else fan_out
 
 
 def open_resume_point(held: OpenCheckpoint, stack: ExitStack, proofs: Sequence[FileProof] = ()) -> ResumePoint:
-    """What there is to resume from in an open checkpoint, until the stack ends; `proofs` of its files are still due.
+    """Open the state of an open checkpoint until the stack closes; `proofs` of its files are still due.
 
     Raises CorruptError.
     """
@@ -701,19 +700,19 @@ def open_resume_point(held: OpenCheckpoint, stack: ExitStack, proofs: Sequence[F
 
 
 def entries_of_rank(document: Document, rank: int) -> Document:
-    """What the document has of this rank alone; nothing for a rank that was not there."""
+    """The document's entries of this rank alone; empty for a rank that the saved run did not have."""
     ranks: list[Document] = document["ranks"]
     return ranks[rank] if rank < len(ranks) else {}
 
 
 def tree_of_rank(document: Document, stored: StoredTensors, rank: int, name: str) -> Any:
-    """The object `name` that the rank stored for itself; None when there is none."""
+    """The tree `name` that the rank stored for itself, or None."""
     entry = entries_of_rank(document, rank).get(name)
     return None if entry is None else tree_of(entry, f"rank-{rank}/{name}", stored)
 
 
 def tree_of(entry: Document, prefix: str, stored: StoredTensors, like: Any = None) -> Any:
-    """The object that `entry` describes. Tensors that `like` has cut over the ranks are made and read in its way."""
+    """The tree that `entry` describes. Tensors that are sharded in `like` are sharded in the same way."""
     cut = _cut_tensors(like)
 
     def make_tensor(index: int) -> Any:
@@ -732,10 +731,10 @@ def tree_of(entry: Document, prefix: str, stored: StoredTensors, like: Any = Non
 
 
 def _cut_tensors(like: Any) -> dict[int, Tensor]:
-    """The distributed tensors in the state of an object as it is now, by their place in its tree."""
+    """The distributed tensors in the current state of an object, by their index in its tree."""
     if like is None:
         return {}
-    with suppress(SelectionError):  # what it holds before it is loaded may be of any kind
+    with suppress(SelectionError):  # its state before loading may be of any type
         tensors = tree_tensors(like.state_dict())
         return {index: tensor for index, tensor in enumerate(tensors) if is_distributed(tensor)}
     return {}
@@ -743,7 +742,7 @@ def _cut_tensors(like: Any) -> dict[int, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Objects:
-    """What a run consists of: the model that is saved, the items with a state, and this rank's own trees."""
+    """The objects of a run: the model that is saved, the items with a state, and this rank's own trees."""
 
     model: nn.Module
     items: Sequence[Item]
@@ -752,38 +751,40 @@ class Objects:
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """What a save has found: the tensors of the saved model and, for a run, those of all its models and its state."""
+    """The captured tensors of the saved model and, for a run, those of all its models and its state."""
 
     tensors: ModelTensors
     found: Mapping[Key, Source] = field(default_factory=dict)  # of the models of a run
     state: TrainingState | None = None
-    error: BaseException | None = None  # why there is no state; raised when the save is planned, so that all ranks meet
+    error: BaseException | None = (
+        None  # why there is no state; raised when the save is planned, so that all ranks agree
+    )
 
     @property
     def document(self) -> Document:
-        """All of the state that is no tensor."""
+        """The state without tensors."""
         return {} if self.state is None else self.state.document
 
 
 def capture_run(objects: Callable[[], Objects], ranks: Ranks) -> Captured:
-    """The state of the run that consists of `objects`. Collective. Moves nothing.
+    """Capture the state of the run of `objects`. Collective. Moves nothing.
 
-    Raises SelectionError naming state that cannot be saved, RanksDisagreeError naming objects that differ. An error
-    that one rank alone may meet afterwards is kept in the result.
+    Raises SelectionError naming state that cannot be saved, RanksDisagreeError naming objects that differ. A later
+    error of one rank is returned in the result.
     """
 
-    def look() -> tuple[Sequence[Item], dict[str, ModelTensors], dict[Key, Source], LocalState]:
+    def capture_local() -> tuple[Sequence[Item], dict[str, ModelTensors], dict[Key, Source], LocalState]:
         run = objects()
         models = walk_models(run.model, run.items)
         items = with_extra_state(run.model, run.items, models)
         found = known_sources(models, items)
         return items, models, found, local_state(items, found, run.own, digest=ranks.size > 1)
 
-    looked, error = try_action(look)
-    if looked is None:
+    captured, error = try_action(capture_local)
+    if captured is None:
         ranks.agree("save_state()", error=error)
-    assert looked is not None, "the agreement has raised the error"
-    items, models, found, local = looked
+    assert captured is not None, "the agreement has raised the error"
+    items, models, found, local = captured
     every = exchange_facts(local, items, ranks, found)
     state, error = try_action(partial(assemble_state, local, every, items, found, ranks.rank))
     if state is not None:

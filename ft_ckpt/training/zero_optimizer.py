@@ -1,8 +1,8 @@
 """The state of DeepSpeed's ZeRO optimizers (stages 1 to 3) by parameter name, and its restoration.
 
-ZeRO trains flat float32 partitions, one or more on each rank, with pieces of many parameters one after the other. The
-functions here are those of `optimizers`: what they describe has each parameter's own shape, whoever holds which run
-of it, so that it comes back on any number of ranks, in another stage, and in a plain optimizer.
+ZeRO trains flat float32 partitions, one or more on each rank, with runs of many parameters one after the other. The
+functions are those of `optimizers`: the described state has the shape of each parameter, independent of the runs that
+ranks hold, so that it restores on any number of ranks, in another stage, and in a plain optimizer.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,26 +27,24 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass(frozen=True, eq=False)
 class EngineCounters:
-    """What a DeepSpeed engine counts: steps, skipped ones, samples of all ranks, micro-batches and their number."""
+    """The counters of a DeepSpeed engine: steps, skipped steps, samples of all ranks, micro-batches."""
 
     engine: Any
 
     def state_dict(self) -> dict[str, int]:
-        """The counts by name."""
         counts = {name: int(getattr(self.engine, name)) for name in _COUNTERS}
         return {**counts, "accumulation": int(self.engine.gradient_accumulation_steps())}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Let the engine count on from these."""
         for name in _COUNTERS:
             setattr(self.engine, name, state[name])
-        # micro-batches are recounted when as many make a step no longer
+        # micro-batches are recounted if the number per step has changed
         steps, rest = divmod(state["micro_steps"], state["accumulation"])
         self.engine.micro_steps = steps * self.engine.gradient_accumulation_steps() + rest
 
 
 def scaler_numbers(optimizer: Any) -> dict[str, Any]:
-    """What changes of its dynamic loss scaler, which there is in half precision only: DeepSpeed's own, or torch's."""
+    """The variables of the dynamic loss scaler, DeepSpeed's or torch's; empty without one."""
     scaler, torch_scaler = getattr(optimizer, "loss_scaler", None), optimizer.torch_autocast_gradscaler
     if torch_scaler is not None:
         return {key: encode_value(value) for key, value in torch_scaler.state_dict().items()}
@@ -54,9 +52,9 @@ def scaler_numbers(optimizer: Any) -> dict[str, Any]:
 
 
 def restore_scaler(optimizer: Any, stored: Mapping[str, Any]) -> None:
-    """Let the loss scaler go on from the numbers that `scaler_numbers` gave, if they are of one of its kind."""
+    """Restore the `scaler_numbers` of a loss scaler of the same kind; ignore those of another kind."""
     values = {key: decode_value(value) for key, value in stored.items()}
-    if set(values) == set(scaler_numbers(optimizer)):  # else float16 has come or gone, or the other scaler
+    if set(values) == set(scaler_numbers(optimizer)):  # else the precision or the scaler has changed
         if optimizer.torch_autocast_gradscaler is not None:
             optimizer.torch_autocast_gradscaler.load_state_dict(values)
             return
@@ -64,18 +62,18 @@ def restore_scaler(optimizer: Any, stored: Mapping[str, Any]) -> None:
             setattr(optimizer.loss_scaler, key, value)
 
 
-MASTER = "master"  # the key of the float32 weights that ZeRO trains beside half-precision ones
+MASTER = "master"  # key of the float32 weights that ZeRO trains beside half-precision ones
 
-_Fills = tuple[Callable[[Source], Any], Callable[[Source], Any]]  # at once; when the caller gets to it
+_Fills = tuple[Callable[[Source], Any], Callable[[Source], Any]]  # now; later, by the caller
 
 
 @dataclass(frozen=True, eq=False)
 class _Unflattened:
-    """The inner optimizer's groups with the model's own parameters in them, as `optimizers` wants to see them."""
+    """The inner optimizer's groups with the model's parameters in them, as `optimizers` expects them."""
 
     param_groups: list[dict[str, Any]]
     state: dict[Any, Any]
-    state_dict = torch.optim.Optimizer.state_dict  # which tells that groups and state are all there is
+    state_dict = torch.optim.Optimizer.state_dict  # no further entries beside groups and state
 
 
 def is_zero(optimizer: Any) -> bool:
@@ -85,10 +83,10 @@ def is_zero(optimizer: Any) -> bool:
 
 
 def hooked_optimizer(optimizer: Any) -> tuple[Any, list[Tensor]]:
-    """The torch optimizer inside ZeRO's, and the masters and weights that change when it has begun to step, not before.
+    """The torch optimizer inside ZeRO's, and the masters and weights that change only after it has begun to step.
 
-    Gradients are made ready before that, weights are made of the masters and sent to other ranks after it. (None, [])
-    where something of what is captured changes at other moments, too.
+    Gradients are prepared before the step; weights are made from the masters and sent to other ranks after it.
+    (None, []) if captured tensors change at other moments too.
     """
     optimizer = unwrap_optimizer(optimizer)
     changed = changed_with_steps(optimizer)
@@ -96,10 +94,10 @@ def hooked_optimizer(optimizer: Any) -> tuple[Any, list[Tensor]]:
 
 
 def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
-    """As `optimizers.describe`, with "masters" ({name: dtype}) and "scaler" (the loss scaler's numbers) beside.
+    """As `optimizers.describe`, with "masters" ({name: dtype}) and "scaler" (the loss scaler's numbers).
 
-    The same on every rank. Masters of the weights' own dtype are the weights and are left out. Raises SelectionError
-    naming what cannot be kept; it can be asked before the first step.
+    The same on every rank. Masters with the dtype of the weights are the weights and are left out. Raises
+    SelectionError naming state that cannot be saved. Can be called before the first step.
     """
     optimizer = unwrap_optimizer(optimizer)
     partitions = _partitions_of(optimizer, found)
@@ -117,7 +115,7 @@ def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
 def state_tensors(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
     """The described tensors as sources by "parameter/key", masters as "parameter/master"; the same on every rank.
 
-    Raises SelectionError naming state that other ranks have and this one has not.
+    Raises SelectionError naming state that this rank lacks and other ranks have.
     """
     optimizer = unwrap_optimizer(optimizer)
     sources: dict[str, Source] = {}
@@ -151,12 +149,12 @@ def restore(
     fill: Callable[[Source], Any],
     later: Callable[[Source], Any] | None = None,
 ) -> tuple[str, ...]:
-    """Give the optimizer the described state, on any number of ranks. Not collective. Returns notes.
+    """Set the described state, saved on any number of ranks. Not collective. Returns notes.
 
-    The weights must be back already: masters that the description does not have are made from them. Call
-    `refresh_weights` once every rank has come through. `fill` reads into what this rank holds of a source; `later`, if
-    given, notes those that can be filled after the return, all but numbers and what is converted. Raises LoadError for
-    parameters, groups or state that only one of the two sides has, and for step counts that differ within a partition.
+    The weights must be restored already: masters that the description lacks are made from them. Call `refresh_weights`
+    when every rank has returned. `fill` reads this rank's elements of a source; `later`, if given, collects sources to
+    be filled after the return: all but numbers and converted tensors. Raises LoadError for parameters, groups or state
+    on one side only, and for step counts that differ within a partition.
     """
     adopt_weights(optimizer)
     optimizer = unwrap_optimizer(optimizer)
@@ -174,19 +172,19 @@ def restore(
 
 
 def adopt_weights(optimizer: Any) -> None:
-    """Make the masters from the live weights, as they are rounded. Not collective.
+    """Make the masters from the live, rounded weights. Not collective.
 
-    `restore` begins with it. It is for weights that came back without an optimizer's state, too: the masters would
-    overwrite them at the next step, or in `refresh_weights`.
+    Also needed for weights restored without optimizer state: the masters would overwrite them at the next step, or in
+    `refresh_weights`.
     """
     unwrap_optimizer(optimizer).refresh_fp32_params()
 
 
 def refresh_weights(optimizer: Any) -> None:
-    """Make every copy of the weights agree with the restored masters and shards. Collective.
+    """Make all copies of the weights equal to the restored masters and shards. Collective.
 
-    Under stages 1 and 2 each rank's part of the live weights comes from its masters and goes to the others; under
-    stage 3 the shards do, and small parameters that every rank keeps whole are gathered again.
+    Under stages 1 and 2 each rank makes its part of the live weights from its masters and sends it to the others; under
+    stage 3 it makes its shards, and small parameters that every rank keeps whole are gathered again.
     """
     optimizer = unwrap_optimizer(optimizer)
     if hasattr(optimizer, "update_lp_params"):
@@ -194,12 +192,12 @@ def refresh_weights(optimizer: Any) -> None:
     elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
         for number in range(len(optimizer.fp32_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
-        optimizer.checkpoint_event_prologue()  # releases what is whole
-        optimizer.checkpoint_event_epilogue()  # gathers what must be whole between steps
+        optimizer.checkpoint_event_prologue()  # releases gathered parameters
+        optimizer.checkpoint_event_epilogue()  # gathers those that stay whole between steps
 
 
 def is_accumulating(optimizer: Any) -> bool:
-    """Whether it holds gradients of a step that is not finished: these are not part of what is captured."""
+    """Whether it holds gradients of an unfinished step, which are not captured."""
     optimizer = unwrap_optimizer(optimizer)
     if hasattr(optimizer, "fp32_groups_has_gradients"):
         return any(any(group) for group in optimizer.fp32_groups_has_gradients)
@@ -221,7 +219,7 @@ def _unflatten_groups(optimizer: Any, partitions: list[Partition]) -> _Unflatten
 
 
 def _describe_zero_state(base: Any, partitions: list[Partition]) -> dict[str, dict[str, Any]]:
-    """The facts of each parameter's state."""
+    """The entries of each parameter's state."""
     state: dict[str, dict[str, Any]] = {}
     problems = []
     for partition in partitions:
@@ -232,7 +230,7 @@ def _describe_zero_state(base: Any, partitions: list[Partition]) -> dict[str, di
                 state.setdefault(place.owner.name, {})[key] = entry
     if problems:
         raise SelectionError(
-            f"{type(base).__name__}: {listing(problems)}: cannot be kept, so a run could not be resumed exactly; use "
+            f"{type(base).__name__}: {listing(problems)}: cannot be saved, so a run could not be resumed exactly; use "
             "an optimizer whose state is numbers and tensors like the parameters, or save without its state"
         )
     return state
@@ -243,7 +241,7 @@ def _is_cut(value: Any, master: Tensor) -> bool:
 
 
 def _zero_state_entry(value: Any, master: Tensor, owner: Source) -> Any:
-    """The facts of a tensor as the parameter's own, or {"value": plain value}; None for anything else."""
+    """Shape, dtype and device of a tensor as for the parameter, or {"value": plain value}; None for other values."""
     if not isinstance(value, Tensor):
         try:
             return {"value": encode_value(value)}
@@ -264,14 +262,14 @@ def _kind_of_value(value: Any) -> str:
 
 
 def _run_source(place: Slot, key: str, buffer: Tensor) -> Source:
-    """The source of a parameter's run in a buffer that is cut like the partition."""
+    """The source of a parameter's run in a buffer laid out like the partition."""
     owner = place.owner
     name, run = f"{owner.name}/{key}", place.local_run(buffer)
     return held_source(name, owner.raw_name, owner.shape, "zero", place.sharding, buffer.dtype, buffer).holding(run)
 
 
 def _whole_source(place: Slot, key: str, tensor: Tensor) -> Source:
-    """The source of a tensor that every rank has whole, such as a number of steps."""
+    """The source of a tensor that every rank has whole, such as a step count."""
     shape = tuple(tensor.shape)
     name, sharding = f"{place.owner.name}/{key}", ReplicatedSharding(shape)
     return held_source(name, place.owner.raw_name, shape, "plain", sharding, tensor.dtype, tensor).holding(
@@ -282,7 +280,7 @@ def _whole_source(place: Slot, key: str, tensor: Tensor) -> Source:
 def _restore_groups(
     optimizer: Any, partitions: list[Partition], description: Description, found: Mapping[str, Source]
 ) -> None:
-    """The hyperparameters."""
+    """Restore the hyperparameters."""
     shown = _unflatten_groups(optimizer, partitions)
     set_groups(match_groups(shown.param_groups, optimizers.names_of(shown, found), description, found)[0])
     for group, restored in zip(optimizer.optimizer.param_groups, shown.param_groups, strict=True):
@@ -322,15 +320,15 @@ def _restore_state(base: Any, partition: Partition, stored: Mapping[str, dict[st
 
 
 def _link_full_state(optimizer: Any, partitions: list[Partition]) -> None:
-    """Let DeepSpeed's own functions for a parameter's full state find what is there now."""
+    """Relink the state for DeepSpeed's functions that return a parameter's full state."""
     if hasattr(optimizer, "_hp_optimizer_states_linked"):
-        optimizer._hp_optimizer_states_linked = False  # else by itself after the next step
+        optimizer._hp_optimizer_states_linked = False  # else DeepSpeed links it after the next step
         if all(optimizer.optimizer.state.get(partition.master) for partition in partitions):
             optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _init_inner_state(base: Any, partition: Partition) -> None:
-    """Let the inner optimizer make its state as at a first step, which is taken with no gradient and no rate."""
+    """Let the inner optimizer create its state by a step with zero gradients and zero learning rate."""
     master, groups = partition.master, base.param_groups
     before, gradient = master.detach().clone(), master.grad
     group = {**groups[partition.group], "params": [master]}
@@ -345,7 +343,7 @@ def _init_inner_state(base: Any, partition: Partition) -> None:
 
 
 def _restored_number(key: str, live: Any, kept: Mapping[Slot, dict[str, Any]], fill: Callable[[Source], Any]) -> Any:
-    """The one number, such as the step, that all parameters of a partition share, in the form of `live`."""
+    """The number, such as the step, that all parameters of a partition share, in the type of `live`."""
     numbers = {place.owner.name: _stored_number(place, key, entries[key], fill) for place, entries in kept.items()}
     first, value = next(iter(numbers.items()))
     other = next((name for name, number in numbers.items() if number != value), None)
@@ -368,7 +366,7 @@ def _stored_number(place: Slot, key: str, entry: Any, fill: Callable[[Source], A
 
 
 def _read_run(place: Slot, key: str, dtype: torch.dtype, into: Tensor, fills: _Fills) -> None:
-    """Read this rank's run of a tensor stored as `dtype` into its place in the flat buffer `into`."""
+    """Read this rank's run of a tensor stored as `dtype` into the flat buffer `into`."""
     source = _run_source(place, key, into)
     if source.local is None or dtype == into.dtype:
         fills[1](replace(source, dtype=dtype))

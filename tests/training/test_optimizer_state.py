@@ -197,7 +197,7 @@ def test_groups_in_another_order_are_found_by_their_names(tmp_path):
     assert [group["lr"] for group in again.param_groups] == [4.1, 2.1, 0.1]
     mixed = torch.optim.SGD([{"params": [*fresh[0].parameters(), *fresh[2].parameters()]}, {"params": fresh[4].weight}])
     mixed.add_param_group({"params": fresh[4].bias})
-    with pytest.raises(LoadError, match="parameter group 0: its 4 parameters are no group in the checkpoint"):
+    with pytest.raises(LoadError, match="parameter group 0: its 4 parameters are not one group in the checkpoint"):
         CheckpointSaver(None, tmp_path, **QUIET).resume(model=fresh, optimizer=mixed)
 
 
@@ -269,7 +269,7 @@ def test_an_optimizer_around_another_that_shares_its_state(tmp_path):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (torch.optim.LBFGS, "optimizer: its state is of all parameters together"),
+        (torch.optim.LBFGS, "optimizer: its state belongs to all parameters together"),
         (lambda parameters: Holder(parameters, object()), "optimizer: .*beside.*object"),
         (lambda parameters: Holder(parameters, torch.zeros(1 << 19)), "optimizer: 2,097,152 bytes of tensors"),
         (
