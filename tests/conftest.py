@@ -36,9 +36,44 @@ LONGEST_FILES = (
     *("test_hdf5", "test_running", "test_resume", "test_opening", "test_convert"),
 )
 
+# Cases that take long and of which a shorter one beside them stays in the default run: `scripts/test --all` has them.
+ONLY_IN_ALL = {
+    "test_bench": ["measured"],
+    "test_commit": ["recovery_stopped[pour-2]", "recovery_stopped[sideline-5]", "every_call[sideline]", "-sideline]"],
+    "test_sweep": ["over_the_remains[3]", "finished_before_it_is_dropped", "side_by_side"],
+    "test_bucket_sweep": ["that_finishes_others_is_stopped"],
+    "test_check_resume": ["a_scheduler_that_is_not_saved"],
+    "test_resume_wrappers": [
+        "fsdp2_tensor_parallel-4]",
+        "fsdp2-2-fsdp2-4]",
+        "ddp-2-hsdp-4]",
+        "under_auto_tp_with_zero",
+    ],
+    "test_zero_optimizer": ["gradients32", "robin", "subgroups", "persistent"],
+    "test_trainer": ["models_that_transformers_has_cut"],
+    "test_accelerators": ["without_streams", "shares_from_devices_of_their_own"],
+    "test_experts": ["partitions_of_zero"],
+    "test_crowd": ["does_not_grow_with_the_ranks"],
+    "test_fill": ["twenty_thousand"],
+    "test_convert": ["memory_does_not_grow", "any_tensors_survive_any_road"],
+    "test_hdf5": ["mutated_files_give_right_values_or_an_error[1-25]", "cannot_be_tried_is_not_opened[memory]"],
+    "test_killed": ["every_step[2-4]"],
+    "test_direct": ["test_four_ranks"],
+    "test_engines": ["test_four_ranks[fsdp2]"],
+    "test_examples": ["runs_unchanged_when_sharded", "test_ppo_earns_more"],
+    "test_background": ["every_checkpoint_is_one_step"],
+    "test_reuse": ["killed_in_the_middle"],
+    "test_documents": ["site_is_built_without_a_warning"],
+}
 
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of the longest files first, in the order above; skip those that need an accelerator without one."""
+    """Order the files, mark the cases of ONLY_IN_ALL, and skip tests that need an accelerator where there is none."""
+    for item in items:
+        parts = ONLY_IN_ALL.get(Path(item.path).stem, ())
+        if any(part in item.name or part in getattr(item, "fixturenames", ()) for part in parts):
+            item.add_marker(pytest.mark.slow)
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(Path(item.path).stem, len(places)))
     marked = [item for item in items if item.get_closest_marker("accelerator")]

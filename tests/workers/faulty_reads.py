@@ -21,8 +21,11 @@ from faulty import CODES, _shim, arm, forked, state
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
+from ft_ckpt.checkpoint import checks
 from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.errors import CheckpointError
+
+checks.PAUSES_SECONDS = (0.0, 0.0)  # faults that last would wait at each trial
 
 
 def prepare(folder: Path) -> None:
