@@ -11,23 +11,23 @@ WEIGHTS = "weights"  # the folder, in such names, of the model that is saved
 
 
 def place_of(sharding: Sharding, rank: int) -> str:
-    """Where in the tensor the part of `rank` lies: its offsets and sizes as JSON, "" for all of it."""
+    """Offsets and sizes of the part of `rank` in the tensor, as JSON; "" for the whole tensor."""
     mine = _box_of_replica(sharding, rank)
     return "" if mine is None or mine.sizes == sharding.view else json.dumps([mine.offsets, mine.sizes])
 
 
 def _box_of_replica(sharding: Sharding, rank: int) -> Box | None:
-    """What `rank` has of a tensor that others have, too: one box, or nothing."""
+    """The one box of a replicated tensor that `rank` holds, or None."""
     return next(iter(sharding.local_boxes(rank)), None)
 
 
 def own_name(name: str, rank: int) -> str:
-    """The stored name of the elements that `rank` alone has of the tensor `name`."""
+    """The stored name of the values of `rank` for a tensor `name` that differs between ranks."""
     return f"rank-{rank}/{name}"
 
 
 def own_part(source: Source, rank: int) -> Source:
-    """The elements that `rank`, this one, holds of the source, as a tensor of their own: stored under `own_name`."""
+    """The elements of the source on `rank`, which is this one, as a separate tensor, stored under `own_name`."""
     mine = _box_of_replica(source.sharding, rank)
     if mine is None or not place_of(source.sharding, rank):
         return source
@@ -54,7 +54,7 @@ def picked_indices(chosen: Mapping[str, Source], tensors: int = 32, elements: in
 
 
 def elements_at(info: Source, rank: int, indices: Sequence[int]) -> dict[str, float]:
-    """The elements at flat `indices` that `rank`, this one, contributes to the tensor, by index."""
+    """The elements at flat `indices` that `rank`, which is this one, contributes to the tensor, by index."""
     local = info.local
     if local is None or not local.numel():
         return {}

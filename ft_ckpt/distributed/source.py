@@ -15,7 +15,7 @@ _unique_keys = count(-1, -1)  # below all ids of objects
 
 
 def unique_key() -> int:
-    """A key that no other source has."""
+    """A new key for a source."""
     return next(_unique_keys)
 
 
@@ -56,7 +56,7 @@ class Source:
 
     @property
     def numel(self) -> int:
-        """Elements of the full tensor."""
+        """Number of elements of the full tensor."""
         return math.prod(self.shape)
 
     @property
@@ -70,7 +70,7 @@ class Source:
 
 
 def box_memories(boxes: Sequence[Box], local: Tensor | None) -> list[tuple[Box, Tensor]]:
-    """The boxes that a rank has, each with its memory in its shape, from the memory of all of them."""
+    """Each box of a rank with its memory in the shape of the box; `local` is the memory of all boxes."""
     if local is None or not boxes:
         return []
     if len(boxes) == 1 and local.dim() == len(boxes[0].sizes):
@@ -82,5 +82,5 @@ def box_memories(boxes: Sequence[Box], local: Tensor | None) -> list[tuple[Box, 
 def held_source(
     name: str, raw_name: str, shape: tuple[int, ...], engine: str, sharding: Sharding, dtype: torch.dtype, live: Any
 ) -> Source:
-    """The source of a tensor of no model under a key of its own; `holding` says what this rank has of it."""
+    """The source, with a new key, of a tensor outside of models; set its local elements by `holding`."""
     return Source(unique_key(), name, raw_name, shape, dtype, False, False, engine, sharding, live=live)

@@ -26,10 +26,10 @@ _DENSE = (torch.strided, False)
 
 
 class ModelTensors:
-    """The tensors of one model, whatever wraps it, as they were when it was walked over."""
+    """The tensors of one model inside any wrappers, as of the construction of this object."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Walk over `model`. Lets engines put shards back first, as they do for a state dict."""
+        """List the modules of `model`, after engines have resharded them as for a state dict."""
         self.chain = wrappers.wrapper_chain(model)  # the model as it is given, each wrapped module, the user's own last
         self.modules, children = wrappers.list_modules(self.chain[-1])
         everything = [*self.chain[:-1], *self.modules]
@@ -44,11 +44,11 @@ class ModelTensors:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether no module lists more in its state dict than its parameters and persistent buffers."""
+        """Whether the state dicts of all modules have only parameters and persistent buffers."""
         return beside.are_plain(self.modules)
 
     def sources(self, allow_meta: bool = False) -> dict[str, Source]:
-        """Every tensor that torch's state dict of the model lists, by canonical name, tied names included.
+        """Every tensor of the model's state dict, by canonical name, tied names included.
 
         These are parameters, persistent buffers, and what modules and hooks add. The order and the names are the same
         on every rank and under every wrapper. Raises IncompleteError naming tensors that have no data here (on the
@@ -61,11 +61,11 @@ class ModelTensors:
         return known
 
     def added(self) -> dict[str, AddedValue]:
-        """What the modules of the model list beside parameters and persistent buffers, tensors or not."""
+        """The values in the modules' state beside parameters and persistent buffers, tensors or not."""
         return self._added_to({n: source for n, source in self.sources(allow_meta=True).items() if not source.is_added})
 
     def names_added(self, given: Iterable[str]) -> list[str]:
-        """The names of `added`, as far as the model can tell before it is loaded.
+        """The names of `added`, as far as they are known before the model is loaded.
 
         A module that cannot list its extra state yet has that of the `given` names that it can take.
         """
@@ -76,7 +76,7 @@ class ModelTensors:
             return [name for name in given if name not in known and beside.takes_extra_state(root, name)]
 
     def restore_added(self, values: Mapping[str, Any]) -> None:
-        """Give modules back what `added` listed. Raises LoadError naming values that were not taken back."""
+        """Restore the values of `added`. Raises LoadError naming values that were not taken."""
         live = {name: one.live for name, one in self.sources(allow_meta=True).items() if not one.is_added}
         beside.load_added_state(self.chain[-1], live, values)
 
@@ -108,7 +108,7 @@ class ModelTensors:
 
 
 def source_of_tensor(name: str, raw: str, tensor: Any) -> Source:
-    """The source of a parameter, a buffer or what stands for one, under whatever engine holds it."""
+    """The source of a parameter, a buffer or a stand-in for one, under any engine."""
     return _source(name, raw, tensor, wrappers.layout_of(tensor))
 
 
@@ -118,7 +118,6 @@ def _source(name: str, raw: str, tensor: Any, layout: TensorLayout) -> Source:
 
 
 def _laid_out(places: Sequence[tuple[str, str, Any]]) -> dict[str, Source]:
-    """Sources from names, raw names and tensors."""
     layouts = wrappers.layouts_of(wrappers.by_engine(tensor for _, _, tensor in places))
     return {place[0]: _source(*place, layout) for place, layout in zip(places, layouts, strict=True)}
 
@@ -141,7 +140,7 @@ def _without_data(found: Mapping[str, Source]) -> list[str]:
 
 
 def _is_lost(info: Source, has_data: bool) -> bool:
-    """Whether nobody has the elements, where this rank has those that it should have if it `has_data`."""
+    """Whether elements exist on no rank; `has_data`: this rank has those that it should have."""
     if info.sharding.is_opaque:  # torch gathers it
         return False
     if info.sharding.owners:
@@ -150,7 +149,7 @@ def _is_lost(info: Source, has_data: bool) -> bool:
 
 
 def _own_tensors(module: nn.Module, taken: Mapping[str, Any]) -> dict[str, Any]:
-    """The module's own parameters and persistent buffers, in that order; for those `taken` what stands for them."""
+    """The module's direct parameters and persistent buffers, in order; stand-ins for those `taken` by an engine."""
     own: Any = module._parameters
     buffers: Any = module._buffers
     found = {key: value for key, value in own.items() if value is not None and key != "_flat_param"} if own else {}
@@ -172,7 +171,7 @@ def _refuse_unknown_cuts(found: Mapping[str, Source]) -> None:
 
 
 def of_rank_0(source: Source) -> Source:
-    """The tensor as one that other ranks may have otherwise: rank 0's is the one that counts."""
+    """The tensor, marked as possibly different on other ranks: rank 0's is stored."""
     return replace(source, sharding=replace(source.sharding, is_replicated=False))  # type: ignore[type-var]  # a dataclass
 
 
@@ -212,5 +211,5 @@ def from_state_dict(
 
 
 def engine_names(found: Iterable[Source]) -> str:
-    """Which engines hold the tensors, for the manifest: "plain", or e.g. "fsdp2"."""
+    """The engines that hold the tensors, for the manifest: "plain", or e.g. "fsdp2"."""
     return "+".join(sorted({source.engine for source in found} - {"plain"})) or "plain"

@@ -1,6 +1,6 @@
-"""The interface of a wrapper or engine, with the answers of a plain module.
+"""The interface of a wrapper or engine; the defaults are those of a plain module.
 
-A new kind is a subclass in a file of its own, which answers what is different about it, and a line in `wrappers`.
+A new kind is a subclass in its own module, which overrides the differences, and a line in `wrappers`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from ft_ckpt.errors import SelectionError
 
 
 class TensorLayout(NamedTuple):
-    """What an engine knows of one tensor."""
+    """The layout of one tensor under its engine."""
 
     shape: tuple[int, ...]  # of the full tensor
     dtype: torch.dtype
@@ -34,14 +34,14 @@ def shaped_as_box(local: Tensor, sharding: Sharding) -> Tensor:
 
 
 class PendingGradient(Protocol):
-    """A gradient that an engine keeps for itself until the step is complete."""
+    """A gradient that an engine keeps outside of `.grad` until the step is complete."""
 
     def read(self) -> Tensor | None:
-        """The gradient as far as it is summed up; None for none."""
+        """The gradient accumulated so far, or None."""
         ...
 
     def write(self, gradient: Tensor | None) -> None:
-        """Put one in its place, or none."""
+        """Replace or clear the gradient."""
         ...
 
 
@@ -60,30 +60,30 @@ class Wrapper:
     shows_runs = False  # whether optimizers see this rank's elements alone, as an ordinary tensor
 
     def wraps(self, module: nn.Module) -> bool:
-        """Whether `module` is a wrapper of this kind, with the module it wraps under `child_key`."""
+        """Whether `module` is a wrapper of this kind around its child `child_key`."""
         return False
 
     def keeps_weights(self, module: nn.Module) -> bool:
-        """Whether `module` has weights beside the model's, which overwrite these at the next step of the optimizer."""
+        """Whether `module` has separate master weights, which overwrite the model's at the next optimizer step."""
         return False
 
     def hides_tensors(self, module: nn.Module) -> bool:
-        """Whether tensors below `module` are kept where a walk over its modules does not see them."""
+        """Whether tensors below `module` cannot be found through its submodules."""
         return False
 
     def tensors_of_modules(self, modules: Sequence[nn.Module]) -> Mapping[tuple[int, str], Any]:
-        """(id of a module, name) -> what stands for the parameter that the module had under that name.
+        """(id of a module, name) -> the stand-in for the parameter that the module had under that name.
 
         `modules` are those of a model, wrappers included.
         """
         return {}
 
     def describes(self, tensor: Any) -> bool:
-        """Whether a parameter, buffer or what stands for one is laid out by this engine."""
+        """Whether this engine lays out a parameter, a buffer or a stand-in for one."""
         return False
 
     def layout_of(self, tensor: Any) -> TensorLayout:
-        """The layout of a tensor that it `describes`. Moves nothing."""
+        """The layout of a tensor that it `describes`. Moves no data."""
         raise self._unanswered()
 
     def layouts_of(self, tensors: Sequence[Any]) -> list[TensorLayout]:
@@ -103,11 +103,11 @@ class Wrapper:
         return found
 
     def local_part(self, tensor: Any) -> Tensor | None:
-        """This rank's elements of a tensor that it `describes`, without gradient; None for none. Moves nothing."""
+        """This rank's elements of a tensor that it `describes`, without gradient, or None. Moves no data."""
         raise self._unanswered()
 
     def has_data(self, tensor: Any) -> bool:
-        """Whether this rank's elements of a tensor that it `describes` are anywhere, if it has any."""
+        """Whether this rank's elements, if any, of a tensor that it `describes` exist in memory."""
         local = self.local_part(tensor)
         return local is None or local.device.type != "meta"
 
@@ -116,7 +116,7 @@ class Wrapper:
         raise self._unanswered()
 
     def optimizer_parameter(self, tensor: Any) -> Any:
-        """The object that optimizers are given for a tensor that it `describes`."""
+        """The object that optimizers have for a tensor that it `describes`."""
         return tensor
 
     def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
@@ -124,22 +124,22 @@ class Wrapper:
         raise self._unanswered()
 
     def reshard_modules(self, modules: Sequence[nn.Module]) -> None:
-        """Put the shards of those of `modules` that it has cut back in place, so that they can be read."""
+        """Reshard those of `modules` that this engine shards, so that their shards can be read."""
 
     def broadcast_buffers(self, module: nn.Module) -> Iterable[Tensor]:
-        """Buffers that the wrapper `module` will send from rank 0 to all before the next forward."""
+        """Buffers that the wrapper `module` broadcasts from rank 0 before the next forward."""
         return ()
 
     def user_class(self, cls: type) -> type:
-        """The class as the user wrote it, where the engine has given its modules another."""
+        """The user's class of a module whose class the engine has replaced."""
         return cls
 
     def pending_gradients(self, modules: Sequence[nn.Module]) -> Mapping[str, PendingGradient]:
-        """Gradients that the engine keeps for itself, by raw parameter name; `modules` are a model and all below it."""
+        """Gradients that the engine keeps, by raw parameter name; `modules` are a model and all its submodules."""
         return {}
 
     def drop_gradients(self, module: nn.Module) -> None:
-        """Leave no gradient where the engine keeps those of `module` itself."""
+        """Clear the gradients that the engine keeps for `module`."""
 
     def _unanswered(self) -> SelectionError:
         return SelectionError(f"{type(self).__name__}: describes a tensor without its elements; please report it")
@@ -153,44 +153,38 @@ class PlainTensors(Wrapper):
     attribute_prefixes = ("_hf_hook", "_old_forward")
 
     def describes(self, tensor: Any) -> bool:
-        """Any tensor that no engine has laid out."""
         return True
 
     def layout_of(self, tensor: Any) -> TensorLayout:
-        """The whole tensor on every rank."""
         shape, is_parameter = tuple(tensor.shape), isinstance(tensor, nn.Parameter)
         sharding = ReplicatedSharding(shape)
         return TensorLayout(shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, "plain", sharding)
 
     def local_part(self, tensor: Any) -> Tensor | None:
-        """The tensor itself."""
         return tensor.detach()  # type: ignore[no-any-return]  # a Tensor
 
 
 class DataParallelWrapper(Wrapper):
-    """DistributedDataParallel and DataParallel: the model as it is, under "module"."""
+    """DistributedDataParallel and DataParallel: the unchanged model under "module"."""
 
     child_key = "module"
     attribute_prefixes = ("_ddp_",)
 
     def wraps(self, module: nn.Module) -> bool:
-        """Whether it is one of torch's two."""
         return isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
 
     def broadcast_buffers(self, module: nn.Module) -> Iterable[Tensor]:
-        """Those of DDP, unless it was told not to."""
         if isinstance(module, nn.parallel.DistributedDataParallel) and module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
             yield from module.modules_buffers
 
 
 class CompiledWrapper(Wrapper):
-    """What torch.compile() returns; `module.compile()` wraps nothing."""
+    """The module that torch.compile() returns; `module.compile()` adds no wrapper."""
 
     child_key = "_orig_mod"
     attributes = ("_is_torch_compile", "_compile_kwargs")  # the second is of Lightning, where that was imported
 
     def wraps(self, module: nn.Module) -> bool:
-        """Whether it is torch's OptimizedModule."""
         return isinstance(module, torch._dynamo.OptimizedModule)
 
 
@@ -200,7 +194,6 @@ class CheckpointedActivations(Wrapper):
     child_key = "_checkpoint_wrapped_module"
 
     def wraps(self, module: nn.Module) -> bool:
-        """Whether it is torch's ActivationWrapper."""
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
         return isinstance(module, ActivationWrapper)
@@ -213,21 +206,18 @@ class StandInTensors(PlainTensors):
     """Parameters made by `stand_in_parameter`."""
 
     def describes(self, tensor: Any) -> bool:
-        """Whether the tensor stands for another."""
         return hasattr(tensor, _READ)
 
     def local_part(self, tensor: Any) -> Tensor | None:
-        """The tensor that it stands for, computed anew."""
         read: Callable[[], Tensor] = getattr(tensor, _READ)
         return read()
 
     def has_data(self, tensor: Any) -> bool:
-        """Always, once it is asked for."""
         return True
 
 
 def stand_in_parameter(shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]) -> nn.Parameter:
-    """A parameter of one element's memory that stands for what `read` gives, a tensor of that shape and type."""
+    """A one-element parameter that stands for the tensor of that shape and dtype that `read` returns."""
     parameter = nn.Parameter(torch.zeros((), dtype=dtype).expand(shape), requires_grad=False)
     setattr(parameter, _READ, read)
     return parameter

@@ -1,7 +1,7 @@
-"""The list of known wrappers, and the questions that are asked of all of them.
+"""The list of known wrappers, and functions that dispatch to them.
 
-Wrappers are told by their modules and tensors, never by what a launcher says it configured. To add one, write a file
-with a `Wrapper` and add its line to WRAPPERS: the first that describes a tensor answers for it.
+Wrappers are recognized by their modules and tensors, never by the configuration of a launcher. To add one, write a
+module with a `Wrapper` and add its line to WRAPPERS: the first that describes a tensor handles it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,7 +48,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def wrapper_chain(model: nn.Module) -> list[nn.Module]:
-    """`model` and what each wrapper holds, the user's own module last."""
+    """`model` and the module inside each wrapper, the user's own module last."""
     chain = [model]
     while (key := wrapped_key(chain[-1])) is not None and (inner := chain[-1]._modules[key]) is not None:
         chain.append(inner)
@@ -56,7 +56,7 @@ def wrapper_chain(model: nn.Module) -> list[nn.Module]:
 
 
 def wrapped_key(module: nn.Module) -> str | None:
-    """The name of the child that `module` wraps without a trace in names; None when it is no wrapper."""
+    """The name of the wrapped child, which canonical names leave out; None if `module` is not a wrapper."""
     children = module._modules
     for wrapper in WRAPPERS:
         if wrapper.child_key in children and wrapper.wraps(module):
@@ -75,7 +75,7 @@ def walk_modules(root: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
 
 
 def list_modules(root: nn.Module) -> tuple[list[nn.Module], list[tuple[str, ...]]]:
-    """The modules of `walk_modules` without their names, and the names of the children of each: training waits for it.
+    """The modules of `walk_modules` without names, and the child names of each. Fast, because training waits for it.
 
     These decide all names.
     """
@@ -108,17 +108,17 @@ def name_modules(modules: Iterable[nn.Module], children: Iterable[tuple[str, ...
 
 
 def keeps_weights(module: nn.Module) -> bool:
-    """Whether `module` has weights beside the model's, which overwrite these at the next step of the optimizer."""
+    """See `Wrapper.keeps_weights`."""
     return any(wrapper.keeps_weights(module) for wrapper in WRAPPERS)
 
 
 def hides_tensors(module: nn.Module) -> bool:
-    """Whether tensors below `module` are kept where a walk over its modules does not see them."""
+    """See `Wrapper.hides_tensors`."""
     return any(wrapper.hides_tensors(module) for wrapper in WRAPPERS)
 
 
 def tensors_of_modules(modules: Sequence[nn.Module]) -> dict[int, dict[str, Any]]:
-    """By id of a module and name: what stands for the parameter that an engine has taken from that module.
+    """(id of a module, name) -> the stand-in for the parameter that an engine has taken from the module.
 
     Wrappers must be among `modules`.
     """
@@ -130,19 +130,19 @@ def tensors_of_modules(modules: Sequence[nn.Module]) -> dict[int, dict[str, Any]
 
 
 def reshard_modules(modules: Sequence[nn.Module]) -> None:
-    """Let engines put the shards of `modules` back in place, as they do for a state dict."""
+    """Let engines reshard `modules`, as for a state dict."""
     for wrapper in WRAPPERS:
         wrapper.reshard_modules(modules)
 
 
 def broadcast_buffers(model: nn.Module) -> frozenset[int]:
-    """Ids of the buffers that wrappers will send from rank 0 to all before the next forward, whatever these have."""
+    """Ids of the buffers that wrappers broadcast from rank 0 before the next forward."""
     chain = wrapper_chain(model)
     return frozenset(id(buffer) for outer in chain for one in WRAPPERS for buffer in one.broadcast_buffers(outer))
 
 
 def user_class(cls: type) -> type:
-    """The class as the user wrote it, where an engine has given its modules another."""
+    """The user's class of a module, also if an engine has replaced it."""
     for wrapper in WRAPPERS:
         cls = wrapper.user_class(cls)
     return cls
@@ -168,47 +168,47 @@ def is_engine_code(module_name: str) -> bool:
 
 
 def layout_of(tensor: Any) -> TensorLayout:
-    """How a parameter, a buffer, or what stands for one is laid out over the ranks. Moves nothing."""
+    """How a parameter, a buffer, or a stand-in for one is laid out over the ranks. Moves no data."""
     return _engine_of(tensor).layout_of(tensor)
 
 
 def by_engine(tensors: Iterable[Any]) -> list[tuple[Wrapper, list[Any]]]:
-    """The tensors in their order, neighbours that one engine describes together."""
+    """The tensors in order, grouped into runs that one engine describes."""
     return [(wrapper, [*some]) for wrapper, some in groupby(tensors, _engine_of)]
 
 
 def layouts_of(described: Iterable[tuple[Wrapper, list[Any]]]) -> list[TensorLayout]:
-    """As `layout_of` of each of the tensors `by_engine`; what is alike is worked out once."""
+    """The `layout_of` each tensor of `by_engine`; equal layouts are computed once."""
     return [layout for wrapper, tensors in described for layout in wrapper.layouts_of(tensors)]
 
 
 def have_data(described: Iterable[tuple[Wrapper, list[Any]]]) -> list[bool]:
-    """Whether this rank's elements of each of the tensors `by_engine` are anywhere, if it has any."""
+    """For each tensor of `by_engine`, whether this rank's elements, if any, exist in memory."""
     return [has for wrapper, tensors in described for has in map(wrapper.has_data, tensors)]
 
 
 def local_part(tensor: Any) -> Tensor | None:
-    """This rank's elements of a tensor, without gradient; None for none. Moves nothing."""
+    """This rank's elements of a tensor, without gradient, or None. Moves no data."""
     return _engine_of(tensor).local_part(tensor)
 
 
 def full_tensor(tensor: Any) -> Tensor:
-    """The full tensor where its layout is opaque. Collective."""
+    """The full tensor of an opaque layout. Collective."""
     return _engine_of(tensor).full_tensor(tensor)
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether the tensor itself says how it is cut over the ranks."""
+    """Whether the tensor itself knows its sharding, as a DTensor does."""
     return not isinstance(_engine_of(tensor), PlainTensors)
 
 
 def optimizer_parameter(tensor: Any) -> Any:
-    """The object that optimizers are given for a parameter, or for what stands for one."""
+    """The object that optimizers have for a parameter, or for a stand-in for one."""
     return _engine_of(tensor).optimizer_parameter(tensor)
 
 
 def shows_runs(tensor: Any) -> bool:
-    """Whether optimizers see this rank's elements alone, as an ordinary tensor."""
+    """Whether optimizers see only this rank's elements, as an ordinary tensor."""
     return _engine_of(tensor).shows_runs
 
 
@@ -228,19 +228,19 @@ def _engine_of(tensor: Any) -> Wrapper:
 
 
 def hiding_gradients(model: nn.Module) -> list[str]:
-    """The engines in `model` under which accumulated gradients cannot be read, by their names for people."""
+    """The display names of engines in `model` whose accumulated gradients cannot be read."""
     hiding = [wrapper for wrapper in WRAPPERS if wrapper.hides_gradients]
     return [str(one.hides_gradients) for one in hiding if any(one.wraps(module) for module in model.modules())]
 
 
 def kept_gradients(root: nn.Module) -> dict[str, PendingGradient]:
-    """Gradients that engines keep for themselves until a step is complete, by raw parameter name."""
+    """Gradients that engines keep until a step is complete, by raw parameter name."""
     modules, _ = list_modules(root)
     return {name: found for wrapper in WRAPPERS for name, found in wrapper.pending_gradients(modules).items()}
 
 
 def drop_kept_gradients(root: nn.Module) -> None:
-    """Leave no gradient where engines keep those of modules themselves."""
+    """Clear the gradients that engines keep."""
     for module in root.modules():
         for wrapper in WRAPPERS:
             wrapper.drop_gradients(module)

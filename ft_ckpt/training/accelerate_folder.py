@@ -47,7 +47,7 @@ _SHARDED = re.compile(r"pytorch_model(_fsdp)?(_\d+)?(\.bin)?|optimizer(_\d+)?|ze
 
 
 def find_accelerate_folder(path: Path) -> Path | None:
-    """The folder of `save_state` that is meant by `path`: itself, or the newest `checkpoint_N` in it by its number.
+    """The folder of `save_state` at `path`: itself, or the `checkpoint_N` in it with the highest number.
 
     None when there is none. A project's folder has them in "checkpoints".
     """
@@ -67,12 +67,12 @@ def find_accelerate_folder(path: Path) -> Path | None:
 
 
 def is_foreign(manifest: Manifest) -> bool:
-    """Whether a manifest was made for a folder of Accelerate's, and not by a save of ours."""
+    """Whether the manifest was made for a folder of Accelerate's."""
     return not manifest.created
 
 
 def open_accelerate_folder(path: Path, stack: ExitStack) -> ResumePoint:
-    """What the folder of `save_state` at `path` holds, open until the stack ends.
+    """Open the folder of `save_state` at `path` until the stack closes.
 
     Raises LoadError for a folder whose weights are sharded by FSDP or DeepSpeed, or are not there; CorruptError.
     """
@@ -105,7 +105,7 @@ def open_accelerate_folder(path: Path, stack: ExitStack) -> ResumePoint:
 
 @dataclass
 class _Contents:
-    """What was read so far of the folder in `store`."""
+    """The contents read so far from the folder in `store`."""
 
     store: LocalStore
     files: list[tuple[str, TensorFile]] = field(default_factory=list)
@@ -117,7 +117,7 @@ class _Contents:
     last_epoch: int | None = None  # of the first scheduler
 
     def add_object(self, name: str, file: str) -> None:
-        """Take in what the pickle in `file` holds."""
+        """Add the object in the pickle `file`."""
 
         def take_object(raw: RawFile) -> None:
             value = load_torch_values(raw)
@@ -128,7 +128,7 @@ class _Contents:
         self._try(name, file, take_object)
 
     def add_loader(self, name: str, file: str, ranks: int) -> None:
-        """Take in the state of a stateful loader, as it is and as a place in the data."""
+        """Add the state of a stateful loader, unchanged and as a data position."""
 
         def take_state(raw: RawFile) -> None:
             state = load_torch_values(raw)
@@ -138,7 +138,7 @@ class _Contents:
         self._try(name, file, take_state)
 
     def add_optimizer(self, name: str, file: str) -> None:
-        """Take in an optimizer's state dict, its tensors as their places in the file."""
+        """Add an optimizer's state dict, with tensors as their places in the file."""
 
         def take_state(raw: RawFile) -> None:
             described, tensors = _numbered_optimizer(load_torch_values(raw, places=True))
@@ -148,7 +148,7 @@ class _Contents:
         self._try(name, file, take_state)
 
     def add_rank(self, rank: int, file: str) -> None:
-        """Take in the random numbers of one rank, and Accelerate's count of batches."""
+        """Add the random state of one rank, and Accelerate's count of batches."""
         trees: Document = {"rng": self._keep_tree({}, "")}
         self.ranks.append(trees)
 
@@ -163,7 +163,7 @@ class _Contents:
         self._try(f"random_{rank}", file, take_states)
 
     def document(self, names: Mapping[str, Mapping[int, str]], ties: Mapping[str, str]) -> Document:
-        """The document of what was read, under the folder's own numbers."""
+        """The document of the contents, under the folder's own numbers."""
         foreign = {
             "writer": ACCELERATE,
             "files": {kind: {str(number): name for number, name in some.items()} for kind, some in names.items()},
@@ -215,7 +215,7 @@ def _numbered_optimizer(state: Any) -> tuple[Document, dict[str, TensorPlace]]:
 
 
 def _most_steps(states: Iterable[Mapping[str, Any]]) -> int | None:
-    """How often the optimizer has stepped, by the parameter with the most steps; None if it keeps no count."""
+    """Steps of the optimizer: the highest count of a parameter; None if it keeps no count."""
     counts = [one["step"] for one in states if "step" in one]
     read = [float(strided_tensor(one)) if isinstance(one, TensorPlace) else float(one) for one in counts]
     return int(max(read)) if read else None

@@ -1,17 +1,15 @@
-"""The position of a run in its data: what was consumed, and the way back there.
+"""Exact data-loader position: capture and restore.
 
-The batches after a resume, and every random number after it, are those of the run that was not interrupted. For that
-a feed remembers the random state that the pass began with (the order of the samples comes from it) and, for loaders
-that read ahead of what they give (Accelerate's), the one before the last batch was asked for (what they hold was made
-with it). On the way back the pass is begun again from the first; what was given is left out at the sampler, unread;
-the last batch or two are read again and dropped, so that the loader is where it was, with all it counts; and the
-process gets back the random state that it had. Nothing of a loader is replaced: its next pass is its own. What its
-sampler gives is proved to be what it gave.
+The batches and random numbers after a resume are those of the uninterrupted run. A position therefore stores the random
+state at the start of the pass, which determines the sample order, and, for loaders that prefetch (Accelerate's), the
+state before the last batch was requested, with which the prefetched batch was made. On resume the pass starts again
+from its first sample: consumed samples are skipped at the sampler, unread; the last one or two batches are read again
+and dropped, so that the loader and its counters are where they were; then the random state of the process is restored.
+Nothing in the loader is replaced. A digest proves that the sampler yields the same samples as before.
 
-Not exact, because a loader keeps it to itself: random augmentation inside workers (unless `replay`); workers that
-are kept between passes, once they are new; a data set read in order whose own state comes out of the process's global
-generators at every batch, in this process (a shuffle buffer on `random`, say); and what the `state_dict` of a data
-set leaves out, in a stateful loader.
+Not exact, because the state is inside the loader: random augmentation in workers (unless `replay`); persistent workers,
+which are new after a resume; an iterable data set that draws from the process's global generators at every batch (a
+shuffle buffer on `random`, say); state that the `state_dict` of a stateful loader's data set leaves out.
 """
 
 import math
@@ -41,15 +39,15 @@ _KEYS = (
 
 
 class DataPosition:
-    """One data loader, and where the run is in it. Each rank has its own; no call communicates."""
+    """The position of the run in one data loader. Each rank has its own; no call communicates."""
 
     def __init__(
         self, loader: Any, rank: int = 0, size: int = 1, *, replay: bool | None = None, on_difference: str = "warn"
     ) -> None:
-        """`replay`: on the way back, read all batches of the pass again and drop them. True is exact for random
-        augmentation inside workers too; None does it only for data that is read in order and cannot say exactly where
-        it is; False only where it cannot say at all (the shuffle buffer of a `datasets` stream is filled anew then).
-        `on_difference`: what follows where the sampler gives other samples than it gave; "warn", "raise" or "ignore".
+        """`replay`: on resume, read all batches of the pass again and drop them. True is exact for random augmentation
+        in workers too; None does it only for iterable data without an exact state; False only for data without any
+        state (the shuffle buffer of a `datasets` stream is refilled then). `on_difference`: "warn", "raise" or "ignore"
+        if the sampler yields other samples than before.
         """
         self.loader, self.rank, self.size, self.replay = loader, rank, size, replay
         self.on_difference, self._order = on_difference, SampleOrder()
@@ -72,7 +70,7 @@ class DataPosition:
 
     @property
     def at_end(self) -> bool | None:
-        """Whether the last batch of the pass has been given; None when that cannot be known before asking for more."""
+        """Whether the pass has yielded its last batch; None if only the next request can tell."""
         if self._pending:
             return self._loaded_at_end
         if not self.batch:
@@ -85,10 +83,10 @@ class DataPosition:
         return None if length is None else self.batch >= length
 
     def batches(self) -> Iterator[Any]:
-        """One pass: what is left of the current one after `load_state_dict`, otherwise a whole new one.
+        """One pass: the rest of the current one after `load_state_dict`, otherwise a new one.
 
-        A loop left by `break` leaves its pass unfinished: saved then, the run resumes within it; called again here,
-        a new pass begins. Raises LoadError when the data has become shorter than what was given of it.
+        After a `break` the pass is unfinished: a save stores the position in it, another call starts a new pass.
+        Raises LoadError if the data is now shorter than the consumed part.
         """
         iterator = self._resume_pass() if self._pending else self._begin_pass()
         while True:
@@ -102,7 +100,7 @@ class DataPosition:
         self.end_pass()
 
     def end_pass(self) -> None:
-        """Count the pass as done, whatever is left of it; nothing where none was begun, or one is yet to be resumed."""
+        """Count the current pass as done. Does nothing if no pass has begun, or one is yet to be resumed."""
         if self._start is None or self._pending:
             return
         self.epoch, self.batch, self._offset = self.epoch + 1, 0, 0
@@ -110,8 +108,8 @@ class DataPosition:
         dataloaders.forget_start(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is: plain values, numpy arrays and tensors, about 15 KB for each random state in it (two or
-        three). May differ between ranks.
+        """The position as plain values, numpy arrays and tensors: two or three random states of about 15 KB each. May
+        differ between ranks.
         """
         if not self._start:
             self._numbers = dataloaders.loader_counters(self.loader)
@@ -138,11 +136,12 @@ class DataPosition:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Be where `state` says; what could not be exact, in sentences. Draws no random number and reads no data.
+        """Restore the position. Returns a sentence for each inexactness. Draws no random number and reads no data.
 
-        The state is this rank's, or, when another number of ranks saved it, rank 0's on all ranks. Where ranks or batch
-        sizes are others the data goes on after the samples that all ranks together had seen. Raises CorruptError for a
-        state that is none, LoadError for other batch sizes on as many ranks where differences are to be refused.
+        `state` is this rank's, or rank 0's on all ranks if another number of ranks saved it. If the number of ranks or
+        the batch size has changed, the data continues after the samples that all ranks together had seen. Raises
+        CorruptError for an invalid state, LoadError for another batch size on as many ranks if `on_difference` is
+        "raise".
         """
         check_position(state)
         self._check_loader(state)
@@ -214,7 +213,7 @@ class DataPosition:
         return self.replay is False or not dataloaders.refills_a_buffer(self.loader)
 
     def _own_state(self) -> Any:
-        """The loader's own position, before the batches that the way back reads again; None to read from the first."""
+        """The loader's own state before the batches that a resume reads again; None to read from the first batch."""
         if self._pending:
             return self._states[0] if self._states else None
         if not self.batch or not self._jumps_by_state:
@@ -224,7 +223,7 @@ class DataPosition:
         return self._states[0] if len(self._states) > _AHEAD else None
 
     def _resume_pass(self) -> Iterator[Any]:
-        """The loader's iterator, having given what was given; random state and generators are left as they are."""
+        """The loader's iterator after the consumed batches; random state and generators are unchanged."""
         now = RandomState(self.loader)
         self._pending = False
         dataloaders.forget_premade(self.loader)
@@ -271,7 +270,7 @@ class DataPosition:
         return iterator
 
     def _prove_order(self) -> None:
-        """Tell where the sampler has given other samples on the way back. Raises LoadError if that is to be refused."""
+        """Warn if the sampler yielded other samples than before, or raise LoadError, as `on_difference` says."""
         self._order.take(self.batch * dataloaders.batches_per_call(self.loader))
         if None in (self._order_left, self._order.digest) or self._order_left == self._order.digest:
             return
@@ -291,7 +290,7 @@ class DataPosition:
         return read
 
     def _plan_rewind(self) -> tuple[int, list[AbstractContextManager[None]]]:
-        """How many batches are read again, and what is left out before them."""
+        """The number of batches to read again, and the skips before them."""
         ahead, unit = dataloaders.looks_ahead(self.loader), dataloaders.batches_per_call(self.loader)
         if self._origin is not None:
             self.loader.load_state_dict(_deep_copy(self._origin))
@@ -313,7 +312,7 @@ class DataPosition:
         return again, jumps
 
     def _cut_anew(self, saved: int, shares: int, was: DataCut) -> list[str]:
-        """Go on after the items that `saved` ranks had taken together, whose pass `was` cut into so many shares."""
+        """Continue after the items that `saved` ranks had consumed together, from a pass cut into `shares` as `was`."""
         cut = dataloaders.cut_of(self.loader, self.shares)
         is_map, length = dataloaders.is_map(self.loader), dataloaders.pass_length(self.loader)
         # ft_ckpt 0.2.0 noted as left out what was given again, too.
@@ -353,7 +352,7 @@ class DataPosition:
 
 
 def _sharing_problems(was: DataCut, now: DataCut) -> list[str]:
-    """Why samples may be left out, or given again, when ranks are others: a sentence, or none."""
+    """Why samples may be skipped or repeated on another number of ranks: at most one sentence."""
     if None in (was.sharing, now.sharing):
         problem = (
             "how ranks share the data is not known: where they do not take it in turn, some samples are left out now "
@@ -366,7 +365,7 @@ def _sharing_problems(was: DataCut, now: DataCut) -> list[str]:
 
 
 def check_position(state: Any) -> None:
-    """Raise CorruptError for a state that `DataPosition.state_dict` does not give, naming all that is wrong."""
+    """Raise CorruptError naming all invalid values of a `DataPosition.state_dict`."""
     missing = [key for key in _KEYS if not isinstance(state, Mapping) or key not in state]
     if missing:
         raise CorruptError(f"position in the data: {', '.join(missing)} missing; it is not what state_dict returns")
@@ -415,13 +414,13 @@ _FITS: dict[str, Callable[[Any], bool]] = {  # what the fields of a state are
 
 
 def place_beginning_in(origin: Any, size: int) -> dict[str, Any]:
-    """What `DataPosition.load_state_dict` takes for a pass to be gone on with from a loader's own state `origin`."""
+    """The state for `DataPosition.load_state_dict` to continue from a loader's own state `origin`."""
     none = dict.fromkeys(_KEYS, 0) | dict.fromkeys(("start", "last", "loader"))
     return {**none, "size": size, "warm": False, "at_end": False, "numbers": {}, "own": {}, "origin": origin}
 
 
 def _deep_copy(value: Any) -> Any:
-    """A copy that shares nothing with a file or with the loader."""
+    """A copy that shares no memory with a file or the loader."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):
@@ -437,29 +436,29 @@ _ABOUT = "about"  # the key of what tells loaders apart
 
 @dataclass
 class _FeedSlot:
-    """One loader; until it is asked for there is only what a checkpoint said of it."""
+    """One loader; until it is requested, only its saved state."""
 
     state: dict[str, Any] | None
     feed: DataPosition | None = None
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Its epoch, batch and samples, and whether the pass is known to have ended."""
+        """Epoch, batch, samples, and whether the pass is known to have ended."""
         if self.feed is None:
             return {name: (self.state or {}).get(name) for name in (*_PLACE, "at_end")}
         return {name: getattr(self.feed, name) for name in (*_PLACE, "at_end")}
 
 
 class DataPositions:
-    """Loaders in the order in which they were first asked for, over all restarts."""
+    """The positions of loaders in the order of the first request, over all restarts."""
 
     def __init__(self, states: Sequence[dict[str, Any]] = ()) -> None:
-        """`states` are those that `state_dicts` gave when the checkpoint was made."""
+        """`states` are the `state_dicts` of the checkpoint."""
         self._slots = [_FeedSlot(state) for state in states]
         self.current: DataPosition | None = None  # the one that was asked for last
 
     def position_of(self, loader: Any, ranks: Ranks, replay: bool | None, on_difference: str) -> DataPosition:
-        """The feed of `loader`, where the checkpoint left it; the last two as for `DataPosition`."""
+        """The position of `loader`, restored from the checkpoint; other arguments as for `DataPosition`."""
         self.current = next((feed for feed in self.known_positions if feed.loader is loader), None)
         if self.current is None:
             self.current = DataPosition(loader, ranks.rank, ranks.size, replay=replay, on_difference=on_difference)
@@ -471,7 +470,7 @@ class DataPositions:
 
     @property
     def known_positions(self) -> list[DataPosition]:
-        """The feeds that were asked for."""
+        """The positions requested so far."""
         return [slot.feed for slot in self._slots if slot.feed is not None]
 
     @property
@@ -482,17 +481,17 @@ class DataPositions:
 
     @property
     def epochs_ended(self) -> int:
-        """Passes over the first loader whose last batch was given."""
+        """Passes over the first loader that have yielded their last batch."""
         first = self._slots[0].counts if self._slots else {}
         return (first.get("epoch") or 0) + bool(first.get("at_end"))
 
     def passes_done(self, of: int = 1, *, with_last: bool = True) -> int:
-        """How many times a loader has come to the end of `of` passes: `with_last` when it gave the last batch."""
+        """Completed multiples of `of` passes; `with_last` counts a pass that has yielded its last batch."""
         places = [slot.counts for slot in self._slots]
         return sum((place["epoch"] + (with_last and bool(place["at_end"]))) // of for place in places)
 
     def state_dicts(self) -> list[dict[str, Any]]:
-        """Where the run is in each loader."""
+        """The position in each loader."""
         return [
             (slot.state or {})
             if slot.feed is None
@@ -501,7 +500,7 @@ class DataPositions:
         ]
 
     def _slot_of(self, loader: Any) -> _FeedSlot:
-        """The place that is the loader's: of the same data, else the first that nobody has asked for."""
+        """The slot of the loader: one with the same data, else the first that was not requested."""
         waiting, about = [slot for slot in self._slots if slot.feed is None], describe_data(loader)
         alike = [slot for slot in waiting if slot.state is not None and slot.state.get(_ABOUT, about) == about]
         if not waiting:
@@ -517,7 +516,7 @@ class DataPositions:
 
 
 def describe_data(loader: Any) -> list[Any]:
-    """What tells a loader from others in another process: the class of its data, and how much of it there is."""
+    """A description to recognize a loader in another process: class and size of its data."""
     dataset = getattr(loader, "dataset", None)
     try:
         return [type(dataset).__name__, len(dataset)]  # type: ignore[arg-type]  # asked for below

@@ -1,8 +1,8 @@
 """Properties of data loaders (torch, torchdata, Accelerate, others): sample order, skipping without reading.
 
-Known by what they have, not by their classes: Accelerate's loaders hold a `base_dataloader`, one that reads on rank 0
-for all has a `slice_fn`, batch samplers and data sets wrap others as `batch_sampler`, `sampler` and `dataset`. Parts
-are named from the inside ("sampler.0", "dataset.0"), so that a name means the same whatever wraps it on more ranks.
+Recognized by attributes, not by classes: Accelerate's loaders hold a `base_dataloader`, one that reads on rank 0 for
+all has a `slice_fn`, batch samplers and data sets wrap others as `batch_sampler`, `sampler` and `dataset`. Parts are
+named from the inside ("sampler.0", "dataset.0"), so that names do not depend on the wrappers of more ranks.
 """
 
 import math
@@ -22,9 +22,9 @@ from ft_ckpt.training import rng
 
 
 class SampleOrder:
-    """What the outermost sampler has given in a pass, as one digest of what the run has been given of it.
+    """A digest of the items of the outermost sampler that the run has consumed in a pass.
 
-    Loaders read ahead of what they give: what is noted waits until it is taken.
+    Loaders prefetch: items are noted when the sampler yields them, and digested when the run takes them.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class SampleOrder:
         self._forget_items()
 
     def follow(self, items: Iterator[Any]) -> Iterator[Any]:
-        """The items of a new pass, each noted when it is asked for."""
+        """The items of a new pass, each noted when it is requested."""
         self._is_known = True
         self._forget_items()
         for item in items:
@@ -41,13 +41,13 @@ class SampleOrder:
             yield item
 
     def take(self, count: int) -> None:
-        """So many more items were given to the run, or all that there were."""
+        """Digest `count` more items, or all noted ones."""
         for _ in range(min(count, len(self._ahead))):
             self._taken.update(self._ahead.popleft())
 
     @property
     def digest(self) -> str | None:
-        """Of all that was taken; None where items are no numbers or words, or no sampler was followed here."""
+        """Digest of all taken items; None if items are not plain values, or no sampler was followed."""
         return self._taken.hexdigest() if self._is_known else None
 
     def _forget_items(self) -> None:
@@ -62,7 +62,7 @@ class SampleOrder:
 
 
 def _plain_item(item: Any) -> Any:
-    """Numbers, words and nestings of them, however they are held. Raises TypeError for anything else."""
+    """The item as nested plain values. Raises TypeError for values other than numbers and strings."""
     if isinstance(item, str):
         return item
     if isinstance(item, (list, tuple)):
@@ -77,19 +77,19 @@ _DEEPEST = 16  # of wrappers around a data set or a sampler
 
 
 def base_loader(loader: Any) -> Any:
-    """The loader that reads, below those that wrap it."""
+    """The innermost loader, which reads."""
     while "base_dataloader" in getattr(loader, "__dict__", {}):
         loader = loader.base_dataloader
     return loader
 
 
 def is_map(loader: Any) -> bool:
-    """Whether samples are asked for by index, so that what is skipped need not be read."""
+    """Whether samples are read by index, so that skipped ones are not read."""
     return isinstance(base_loader(loader), DataLoader) and not isinstance(base_loader(loader).dataset, IterableDataset)
 
 
 def looks_ahead(loader: Any) -> bool:
-    """Whether batches may be read before they are asked for, in this process."""
+    """Whether this process may read batches before they are requested."""
     inner = base_loader(loader)
     if inner is not loader or not isinstance(inner, DataLoader):
         return True
@@ -97,20 +97,20 @@ def looks_ahead(loader: Any) -> bool:
 
 
 def reads_here(loader: Any) -> bool:
-    """Whether samples are read in this process and not by workers."""
+    """Whether this process reads samples, not workers."""
     return not getattr(base_loader(loader), "num_workers", 0)
 
 
 def is_warm(loader: Any) -> bool:
-    """Whether workers of an earlier pass are kept: then a pass begins without drawing their seed."""
+    """Whether workers of an earlier pass persist: then a pass draws no seed for them."""
     inner = base_loader(loader)
     return bool(getattr(inner, "persistent_workers", False)) and getattr(inner, "_iterator", None) is not None
 
 
 def forget_premade(loader: Any) -> None:
-    """Drop the iterator that a stateful loader makes when it is asked for its state before the first pass.
+    """Drop the iterator that a stateful loader creates for its state before the first pass.
 
-    What it drew would be unknown; the one made in its place draws again.
+    Its random draws would be unknown; the next iterator draws again.
     """
     inner = base_loader(loader)
     if getattr(inner, "_initial_iter_for_state_dict", False):
@@ -118,10 +118,10 @@ def forget_premade(loader: Any) -> None:
 
 
 def has_own_state(loader: Any) -> bool:
-    """Whether the loader says where it is, in a way that is worth using and can be trusted.
+    """Whether the loader has a state of its own that is exact and avoids reading again.
 
-    One whose data set does not know where it is can only read all again, as we can, and counts it twice. One that
-    reads on rank 0 for all corrects its count of batches, and not the state of its data set.
+    A loader whose data set has no state reads all again and counts it twice. One that reads on rank 0 for all corrects
+    its count of batches, but not the state of its data set.
     """
     inner = base_loader(loader)
     knowing = (inner, getattr(inner, "dataset", None))
@@ -141,8 +141,8 @@ def refills_a_buffer(loader: Any) -> bool:
 
 
 def forget_start(loader: Any) -> None:
-    """Let the next pass begin at the first sample: a data set of `datasets` begins each pass of an epoch where it was
-    told to, and loops do not always tell it a new epoch.
+    """Let the next pass start at the first sample: a data set of `datasets` starts every pass of an epoch at its loaded
+    state, and loops do not always set a new epoch.
     """
     for dataset in _nested_datasets(loader):
         if getattr(dataset, "_starting_state_dict", None) is not None:
@@ -150,14 +150,14 @@ def forget_start(loader: Any) -> None:
 
 
 def batches_per_call(loader: Any) -> int:
-    """Batches of the loader that reads which one batch of `loader` takes on the rank that reads."""
+    """Number of batches that the rank which reads reads for one batch of `loader`."""
     if not hasattr(loader, "slice_fn") or loader.split_batches or getattr(loader, "submesh_tp", None):
         return 1
     return int(loader.state.num_processes)
 
 
 def data_shares(loader: Any, size: int) -> int:
-    """Into how many shares the data is cut over `size` ranks: fewer where some are given the same, as under tensor
+    """Number of shares of the data over `size` ranks: fewer if some ranks get the same data, as under tensor
     parallelism.
     """
     if hasattr(loader, "slice_fn"):  # one that reads for all gives one batch to all of a mesh with tensor parallelism
@@ -170,10 +170,10 @@ def data_shares(loader: Any, size: int) -> int:
 
 @dataclass(frozen=True)
 class DataCut:
-    """How the pass of a loader is cut into the batches of all ranks.
+    """How a pass of a loader is cut into the batches of all ranks.
 
-    Its **source** is the innermost sampler whose items the loader gives in order: indices, or batches where a batch
-    sampler of the script's own decides. Of a stream it is the samples; of any other loader the batches.
+    The **source** is the innermost sampler whose items the loader yields in order: indices, or batches if the script
+    has a batch sampler of its own. For a stream it is the samples; for any other loader the batches.
     """
 
     per_step: int  # items of the source that all ranks together take for one batch each
@@ -183,7 +183,7 @@ class DataCut:
 
 
 def cut_of(loader: Any, shares: int) -> DataCut:
-    """How so many shares of the data are cut; they may be others than those of the `loader`."""
+    """The cut into `shares` of the data; the number may differ from that of the `loader`."""
     size = getattr(base_loader(loader), "batch_size", None)
     if not is_map(loader):
         known = shares == 1 or hasattr(loader, "slice_fn") or any(map(_deals_in_turn, _nested_datasets(loader)))
@@ -205,7 +205,7 @@ def cut_of(loader: Any, shares: int) -> DataCut:
 
 
 def is_spent(loader: Any, shares: int, taken: int) -> bool:
-    """Whether a pass gives no batch after `taken` items of the source; False where that is not known."""
+    """Whether a pass has no batch left after `taken` items of the source; False if unknown."""
     places, cut = _sampler_places(loader), cut_of(loader, shares)
     try:
         left = len(_sampler_at(*places[_source_place(loader)])) - taken // cut.divisor
@@ -222,12 +222,12 @@ def _source_place(loader: Any) -> int:
 
 
 def _cuts_in_order(sampler: Any) -> bool:
-    """Whether a sampler gives what is in the one that it wraps, in its order, all of it."""
+    """Whether a sampler yields all items of the one it wraps, in order."""
     return _is_of_library(sampler) and not hasattr(sampler, "skip_batches")
 
 
 def _deals_in_turn(dataset: Any) -> bool:
-    """Whether it is Accelerate's or transformers' share of a stream, of batches of all ranks."""
+    """Whether it is Accelerate's or transformers' shard of a stream, which deals batches to ranks in turn."""
     return hasattr(dataset, "num_processes") and _is_of_library(dataset)
 
 
@@ -236,7 +236,7 @@ def _is_of_library(part: Any) -> bool:
 
 
 def pass_length(loader: Any) -> int | None:
-    """Batches of a whole pass, None where that cannot be known for certain."""
+    """Number of batches of a whole pass, None if not certain."""
     try:
         return len(loader) if is_map(loader) else None
     except TypeError:
@@ -244,7 +244,7 @@ def pass_length(loader: Any) -> int | None:
 
 
 def samples_in(batch: Any) -> int:
-    """Samples in `batch`: rows of its first tensor, else items of its first list; 1 when it has neither."""
+    """Number of samples in `batch`: rows of its first tensor, else items of its first list, else 1."""
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.ndim else 1
     if isinstance(batch, Mapping):
@@ -256,7 +256,7 @@ def samples_in(batch: Any) -> int:
 
 
 def _sampler_places(loader: Any) -> list[tuple[Any, str]]:
-    """Where each sampler is held (object, attribute), the outermost first."""
+    """The holder of each sampler as (object, attribute), outermost first."""
     places: list[tuple[Any, str]] = []
     holder = base_loader(loader)
     name = "sampler" if getattr(holder, "batch_sampler", None) is None else "batch_sampler"
@@ -290,7 +290,7 @@ def _loader_parts(loader: Any) -> dict[str, Any]:
 
 
 def loader_counters(loader: Any) -> dict[str, int]:
-    """Epochs and seeds that the loader's parts count and keep."""
+    """The epochs and seeds in the loader's parts."""
     found = {}
     for part_name, part in _loader_parts(loader).items():
         for name in _NUMBERS.get(part_name.split(".")[0], ()):
@@ -302,7 +302,7 @@ def loader_counters(loader: Any) -> dict[str, int]:
 
 
 def set_loader_counters(loader: Any, saved: Mapping[str, int]) -> None:
-    """Put back what `loader_counters` told, in the parts that are here too."""
+    """Restore `loader_counters` in the parts that this loader has."""
     here, parts = loader_counters(loader), _loader_parts(loader)
     for key in saved.keys() & here.keys():
         part_name, name = key.split(":")
@@ -313,7 +313,7 @@ def set_loader_counters(loader: Any, saved: Mapping[str, int]) -> None:
 
 
 def loader_generators(loader: Any) -> dict[str, tuple[Any, str, Any]]:
-    """The loader's own random number generators: (part, attribute, generator), None where one could be."""
+    """The loader's own generators as (part, attribute, generator); None for an empty attribute."""
     found = {}
     for part_name, part in _loader_parts(loader).items():
         for name, value in getattr(part, "__dict__", {}).items():
@@ -324,7 +324,7 @@ def loader_generators(loader: Any) -> dict[str, tuple[Any, str, Any]]:
 
 
 def generator_states(loader: Any) -> dict[str, Any]:
-    """The state of each of `loader_generators`, None for an empty place. One that several parts share is read once."""
+    """The state of each of `loader_generators`, None for an empty attribute. A shared generator is read once."""
     states: dict[int, Any] = {}
     found = {}
     for key, (_, _, generator) in loader_generators(loader).items():
@@ -335,7 +335,7 @@ def generator_states(loader: Any) -> dict[str, Any]:
 
 
 def set_generator_states(loader: Any, saved: Mapping[str, Any]) -> None:
-    """Put back what `generator_states` told: empty places are emptied, and filled ones filled. Raises CorruptError."""
+    """Restore `generator_states`; attributes that were empty become None. Raises CorruptError."""
     for key, (part, name, generator) in loader_generators(loader).items():
         if key not in saved:
             continue
@@ -346,9 +346,9 @@ def set_generator_states(loader: Any, saved: Mapping[str, Any]) -> None:
 
 
 class _SkippingSampler:
-    """A sampler that leaves some items out the first time it gives any, and is `plain` in everything else.
+    """Sampler proxy that skips items in its first iteration and delegates everything else to `plain`.
 
-    `moment` is the random state to iterate `plain` from; None means: whatever it is.
+    `moment` is the random state from which to iterate `plain`; None for the current state.
     """
 
     def __init__(
@@ -391,7 +391,7 @@ class _SkippingSampler:
 
 
 class RandomState:
-    """All random number generators that `loader` may draw from: as they are now, or as a `state` says they were."""
+    """The state of all generators that `loader` may draw from: now, or as stored in `state`."""
 
     def __init__(self, loader: Any, state: Mapping[str, Any] | None = None) -> None:
         self.loader = loader
@@ -399,7 +399,7 @@ class RandomState:
         self._objects = {} if state else loader_generators(loader)
 
     def put_back(self) -> None:
-        """Make all of them what they were, and the same objects. Raises CorruptError for one that does not fit."""
+        """Restore all generators, as the same objects. Raises CorruptError for a state that does not fit."""
         for part, name, generator in self._objects.values():
             vars(part)[name] = generator
         set_generator_states(self.loader, self.state["own"])
@@ -415,10 +415,10 @@ def skipping_items(
     inside: bool = False,
     order: SampleOrder | None = None,
 ) -> Iterator[None]:
-    """While this lasts, a pass over `loader` that begins leaves out `drop` items after the first `keep`, unread.
+    """During the block, a new pass over `loader` skips `drop` items after the first `keep`, unread.
 
-    Items are what the outermost sampler gives (batches, as a rule), or with `inside` the source (samples, as a rule),
-    see `DataCut`. The `order` notes them all.
+    Items are those of the outermost sampler (usually batches), or with `inside` of the source (usually samples), see
+    `DataCut`. `order` notes all of them.
     """
     holder, name = _sampler_places(loader)[_source_place(loader) if inside else 0]
     plain = vars(holder)[name]

@@ -62,7 +62,7 @@ class SignalWatch:
         _watches.add(self)
 
     def close(self) -> None:
-        """Restore the previous handlers, except where someone else's has been set since. May be called twice."""
+        """Restore the previous handlers, unless others were set since. May be called twice."""
         if threading.current_thread() is threading.main_thread():  # from elsewhere they cannot be changed, and go on
             with self._lock:
                 self._restore_handlers()
@@ -85,7 +85,7 @@ class SignalWatch:
                 _thread.start_new_thread(self._let_kill, (DUPLICATE_SECONDS,))
 
     def _let_workers_end(self) -> None:
-        """Let the step be done that is under way, though the same signal has ended the workers of its loader.
+        """Let the current step finish although the same signal has ended the workers of its loader.
 
         Schedulers send signals to all processes of a job, and torch raises an error wherever it hears of such an end.
         """
@@ -95,10 +95,10 @@ class SignalWatch:
             signal.signal(signal.SIGCHLD, self._pass_over)
 
     def _pass_over(self, number: int, frame: FrameType | None) -> None:
-        """Nothing is done about it."""
+        """Ignore the signal."""
 
     def _let_kill(self, after_seconds: float) -> None:
-        """Give the signals back to the system, which acts even while the main thread is not running Python.
+        """Restore the system's handling of the signals, which acts even while the main thread runs no Python.
 
         Through C, as Python would only let the main thread do it; Python's own record still says the handler is
         ours, so `close` restores the one before.
@@ -110,7 +110,7 @@ class SignalWatch:
 
 
 def _still_in_force(number: int, handler: Any) -> Any:
-    """`handler`, or what was there before it where it is that of a watch that is over: they end in any order."""
+    """`handler`, or the one before it if its watch is closed: watches close in any order."""
     watch = getattr(handler, "__self__", None)
     while isinstance(watch, SignalWatch) and watch._is_over and number in watch._previous:
         handler = watch._previous[number]
@@ -119,7 +119,7 @@ def _still_in_force(number: int, handler: Any) -> Any:
 
 
 def _restore_in_child() -> None:
-    """Put the handlers back in a forked child, at once: a handler of Python's waits for as long as C code runs."""
+    """Restore the handlers in a forked child at once: a Python handler waits while C code runs."""
     for watch in list(_watches):
         watch._restore_handlers()
 
