@@ -80,7 +80,7 @@ class FSDP1Wrapper(Wrapper):
     shows_runs = True
 
     def wraps(self, module: nn.Module) -> bool:
-        """Told by the name of the class, since importing it takes long."""
+        """By the name of the class, because importing it is slow."""
         return type(module).__name__ == "FullyShardedDataParallel"
 
     def hides_tensors(self, module: nn.Module) -> bool:
@@ -156,7 +156,6 @@ class FSDP2Wrapper(Wrapper):
         return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements") and hasattr(tensor, "full_tensor")
 
     def layout_of(self, tensor: Any) -> TensorLayout:
-        """What mesh and placements say."""
         shape, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements)
         here, are_some = tuple(mesh.get_coordinate() or ()), is_subset_of_ranks(mesh.size())
         engine, sharding = _sharding_of_layout(shape, mesh, placements, here, are_some)
@@ -208,7 +207,7 @@ class FSDP2Wrapper(Wrapper):
 
 
 def _cut_modules(modules: Sequence[nn.Module]) -> list[FSDPModule]:
-    """Those that FSDP2 has given classes of its own, which are few."""
+    """The modules whose classes FSDP2 has replaced, which are few."""
     kinds = {kind for kind in {*map(type, modules)} if issubclass(kind, FSDPModule)}
     return [one for one in modules if type(one) in kinds] if kinds else []
 
@@ -221,7 +220,7 @@ def _parameter_groups(modules: Sequence[nn.Module]) -> list[Any]:
 
 
 def _warn_of_copies(modules: Sequence[nn.Module]) -> None:
-    """Warn of tied parameters that FSDP2 computes with in two copies, of which the optimizer knows one.
+    """Warn of tied parameters of which FSDP2 uses two copies, and the optimizer has one.
 
     Where shards are padded, as rows are that do not divide by the ranks, torch makes a copy for each of the two modules
     that it has cut one by one. The other copy is trained by nobody and is in no state dict.
@@ -245,7 +244,7 @@ def _is_in_use(group: Any) -> bool:
 
 
 def _is_current(record: Any) -> bool:
-    """Whether what FSDP2 gathers has the values of the parameter."""
+    """Whether FSDP2's gathered copy has the values of the parameter."""
     gathered, local = record._sharded_param_data, record.sharded_param._local_tensor
     return gathered.data_ptr() == local.data_ptr() or torch.equal(gathered[: local.numel()], local.reshape(-1))
 

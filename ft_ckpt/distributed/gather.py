@@ -105,12 +105,12 @@ class _RowRange:
         return (self.high - self.low) * self.row_numel * self.info.dtype.itemsize
 
     def boxes_of_rank(self, rank: int) -> tuple[Box, ...]:
-        """What `rank` has to contribute of the tensor; of one that all have, any rank has it for itself."""
+        """The boxes that `rank` contributes; for a tensor that every rank has whole, those in its own memory."""
         sharding = self.info.sharding
         return sharding.local_boxes(rank) if _is_everywhere(self.info) else sharding.boxes(rank)
 
     def parts_of_rank(self, rank: int) -> list[Box]:
-        """What `rank` contributes to these rows, in coordinates of the view."""
+        """The boxes that `rank` contributes to these rows, in coordinates of the view."""
         return [part for box in self.boxes_of_rank(rank) if (part := self._part_of_box(box)) is not None]
 
     def own_data(self, rank: int) -> list[Tensor]:
@@ -135,7 +135,7 @@ def _rows_in_memory(box: Box, part: Box, memory: Tensor) -> Tensor:
 
 
 def moves_to(info: Source, to: int) -> bool:
-    """Whether elements of the tensor have to be sent for the rank `to` to have all of them."""
+    """Whether other ranks must send elements of the tensor to the rank `to`."""
     sharding = info.sharding
     if sharding.is_opaque or _is_everywhere(info):
         return False
@@ -225,7 +225,7 @@ class _BucketCarrier:
         return own[0].reshape(-1) if own else torch.empty(0, dtype=unit.info.dtype)  # an empty tensor has no owner
 
     def _pack_own(self, moving: list[_RowRange]) -> Tensor | None:
-        """What this rank contributes, in one buffer; None when it has nothing."""
+        """This rank's contributions in one buffer, or None."""
         mine = [own for unit in moving for own in unit.own_data(self.ranks.rank)]
         if not mine:
             return None
@@ -277,7 +277,7 @@ class _BucketCarrier:
 
 @contextmanager
 def _as_rank_error(action: str) -> Iterator[None]:
-    """Raise RankError for what torch raises when a peer or the network is gone."""
+    """Raise RankError for torch's errors of a lost peer or network."""
     try:
         yield
     except RuntimeError as error:

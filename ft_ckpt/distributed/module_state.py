@@ -82,7 +82,7 @@ def are_plain(modules: Sequence[nn.Module]) -> bool:
 
 
 def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, AddedValue]:
-    """What `root` lists beside its `live` tensors, by canonical name; what it lists of those again is left out.
+    """The state of `root` beside its `live` tensors, by canonical name, without further entries for these.
 
     Moves nothing, and calls no collective: FSDP1's own listing is passed by. Raises SelectionError naming a module that
     fails to list its state.
@@ -153,7 +153,7 @@ class _StateLister:
         self.listed._metadata = OrderedDict()  # type: ignore[attr-defined]  # as torch's has it, for hooks
 
     def list_module(self, module: nn.Module, prefix: str, raw: str) -> None:
-        """List `module` and what is below it. Raises SelectionError for one that fails to."""
+        """List the state of `module` and its submodules. Raises SelectionError for one that fails."""
         try:
             self._list_unguarded(module, prefix, raw)
         except SelectionError:
@@ -222,7 +222,7 @@ def _has_own_method(module: nn.Module, method: str) -> bool:
 
 
 def _is_plain_class(kind: type) -> bool:
-    """Whether the modules of a class list what every module does."""
+    """Whether the class keeps torch's default methods for module state."""
     return all(
         getattr(kind, method) is getattr(nn.Module, method)
         for method in ("state_dict", "_save_to_state_dict", "get_extra_state")
@@ -239,7 +239,7 @@ def _hides_own_tensors(module: nn.Module) -> bool:
 
 
 def _memory_key(value: Any) -> Any:
-    """A key that two tensors of the same bytes share; None for a value without memory of its own."""
+    """A key that is equal for tensors of the same memory; None for a value without memory."""
     local = local_part(value) if isinstance(value, Tensor) else None
     if not isinstance(local, Tensor) or local.layout is not torch.strided or not local.numel() or local.is_meta:
         return None

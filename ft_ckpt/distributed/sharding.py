@@ -118,7 +118,7 @@ class Sharding(Protocol):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether its engine cuts it over ranks; the same answer on every rank, whoever owns what."""
+        """Whether its engine shards it over ranks; the same on every rank."""
         ...
 
     @property
@@ -163,11 +163,11 @@ class OneBox(ABC):
 
     @abstractmethod
     def box(self, rank: int) -> Box | None:
-        """The one of `boxes`; None for none."""
+        """The only box of `boxes`, or None."""
 
     @abstractmethod
     def local_box(self, rank: int) -> Box | None:
-        """The one of `local_boxes`; None for none."""
+        """The only box of `local_boxes`, or None."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class ReplicatedSharding(OneBox):
 
 @dataclass(frozen=True)
 class OwnedSharding(OneBox):
-    """The rank `owner` alone speaks for the whole tensor; with None nobody has its elements."""
+    """The rank `owner` alone stores the whole tensor; with None no rank has its elements."""
 
     view: tuple[int, ...]
     owner: int | None
@@ -320,11 +320,10 @@ class OpaqueSharding(OneBox):
     runs = ()
 
     def box(self, rank: int) -> Box | None:
-        """None: nobody contributes a box."""
         return None
 
     def local_box(self, rank: int) -> Box | None:
-        """What this rank has in memory, which is the only one it may be asked of."""
+        """The box that this rank has in memory; known for this rank only."""
         return self.here
 
 
@@ -419,7 +418,7 @@ class FlatSharding(OneBox):
         return (Runs(self.members[self.first // self.shard], lead, chunk, self.numel),)
 
     def range_in_shard(self, rank: int) -> tuple[int, int] | None:
-        """Where the elements lie in the shard of `rank`, as [start, stop); None for none."""
+        """The range [start, stop) of the elements in the shard of `rank`, or None."""
         box = self.local_box(rank)
         if box is None:
             return None
@@ -443,7 +442,7 @@ class PartRunsSharding:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """Those that have any elements."""
+        """The ranks that have elements."""
         return tuple(sorted(rank for _, cut in self.parts for rank in cut.owners))
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
@@ -459,7 +458,7 @@ class PartRunsSharding:
         return ()
 
     def range_in_shard(self, rank: int) -> tuple[int, int] | None:
-        """Where the elements lie in the shard of `rank`, as [start, stop); None for none."""
+        """The range [start, stop) of the elements in the shard of `rank`, or None."""
         return next((cut.range_in_shard(rank) for _, cut in self.parts if rank in cut.members), None)
 
 

@@ -171,13 +171,12 @@ class SpreadExperts(Wrapper):
         return self.layout_of(tensor).sharding, state.detach().unsqueeze(0) if is_here and state is not None else None
 
     def has_data(self, tensor: Any) -> bool:
-        """What other ranks have is theirs to have."""
         return stands_for_another(tensor) or tensor.device.type != "meta"
 
 
 @dataclass(frozen=True, eq=False)
 class _Elsewhere:
-    """What is known of a tensor that another rank has."""
+    """The description of a tensor that another rank holds."""
 
     sharding: Sharding
     sibling: Any  # of this rank, in the same place of its list
@@ -202,7 +201,7 @@ def holders_of_expert(expert: Any) -> tuple[int, tuple[int, ...]]:
 
 
 def number_experts(found: dict[str, Source], modules: NamedModules) -> dict[str, Source]:
-    """`found` with the experts under their numbers among all, those of other ranks too.
+    """`found` with experts numbered over all ranks, including those of other ranks.
 
     Spread tensors that are in no layer which says their numbers get a layout that is refused.
     """
@@ -232,7 +231,7 @@ class _ExpertLayer:
 
     @property
     def prefix(self) -> str:
-        """What the names of all experts' tensors begin with."""
+        """The common prefix of the names of all experts' tensors."""
         return f"{self.name}.{_CHILD}." if self.name else f"{_CHILD}."
 
     def list_all(self, own: Mapping[str, Source]) -> Iterator[Source]:

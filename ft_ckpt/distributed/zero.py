@@ -39,7 +39,7 @@ class DeepSpeedWrapper(Wrapper):
     layout_facts = ("ds_shape", "dtype", "requires_grad", "ds_process_group", "ds_tensor.shape")
 
     def wraps(self, module: nn.Module) -> bool:
-        """Told by names, since importing DeepSpeed takes long."""
+        """By names of classes, because importing DeepSpeed is slow."""
         return type(module).__name__.endswith("Engine") and "deepspeed" in type(module).__module__
 
     def keeps_weights(self, module: nn.Module) -> bool:
@@ -94,7 +94,7 @@ class Slot:
     start: int  # of this rank's shard in the partition
 
     def local_run(self, buffer: Tensor) -> Tensor | None:
-        """This rank's elements in `buffer`; None for none."""
+        """This rank's elements in `buffer`, or None."""
         span = self.sharding.range_in_shard(global_rank())
         return None if span is None else buffer.detach().view(-1)[self.start + span[0] : self.start + span[1]]
 
@@ -127,7 +127,7 @@ def zero_partitions(optimizer: Any, owners: _Owners) -> list[Partition]:
 
 
 def changed_with_steps(optimizer: Any) -> list[Any] | None:
-    """The masters and the weights they become: what the inner optimizer's steps change, its own state aside.
+    """The masters and the weights made from them: the tensors beside its state that the inner optimizer's steps change.
 
     None where other moments change something, too, or where nobody knows.
     """
@@ -261,7 +261,7 @@ def _is_of_experts(group: Mapping[str, Any]) -> bool:
 
 
 def _refused_settings(optimizer: Any) -> list[str]:
-    """What of this optimizer's configuration keeps its state where it cannot be reached by name."""
+    """The settings of this optimizer under which its state cannot be accessed by parameter name."""
     kind, groups = type(optimizer).__name__, optimizer.optimizer.param_groups
     facts = {
         f"{kind} is not one of {', '.join(_KNOWN)}": kind not in _KNOWN,
@@ -276,7 +276,7 @@ def _refused_settings(optimizer: Any) -> list[str]:
 
 
 def _partitioned_sources(owners: _Owners, parameters: list[Any]) -> list[tuple[Any, Source]]:
-    """Each of this rank's parameters with itself, and with those that are in its place on other ranks."""
+    """The sources of each of this rank's parameters: its own, and those that other ranks hold in its place."""
     unknown = [i for i, parameter in enumerate(parameters) if id(parameter) not in owners]
     if unknown:
         raise SelectionError(f"parameters {unknown} of a group: of no known model; give the model they are of, too")
