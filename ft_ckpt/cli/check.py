@@ -5,7 +5,7 @@ import shlex
 import subprocess
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,23 +24,22 @@ _TAIL_LINES = 30  # of the output of a script that failed
 
 @dataclass(frozen=True)
 class MetricRow:
-    """One metric of one step in both runs: the numbers as exact text, None where there is none."""
+    """One metric of one step in both runs. Values are `float.hex` text; None if a run has none."""
 
     step: int
     metric: str | None
     through: str | None
     resumed: str | None
-    batches: bool | None  # whether the digests agree; None where batches were not seen
+    batches: bool | None  # whether the digests of the batches agree; None if they were not recorded
 
     @property
     def is_equal(self) -> bool:
-        """Whether both runs did the same."""
         return self.through == self.resumed and self.batches is not False
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The comparison of the two runs; `tensors` of weights and training state at the end, some of them `different`."""
+    """The comparison of two runs: metrics step by step, and `tensors` of weights and training state at the end."""
 
     stop: int
     rows: tuple[MetricRow, ...]
@@ -49,12 +48,10 @@ class Finding:
 
     @property
     def first_difference(self) -> MetricRow | None:
-        """The first difference."""
         return next((row for row in self.rows if not row.is_equal), None)
 
     @property
     def is_equal(self) -> bool:
-        """Whether the resumed run did what the other one did, and became the same."""
         return self.first_difference is None and not self.different
 
 
@@ -92,10 +89,10 @@ def _check_resume(options: Namespace) -> int:
 
 
 def rehearse_script(command: Sequence[str], room: Path, steps: int, stop: int) -> Finding:
-    """Run `command` three times in the folder `room`: for `steps`, up to `stop`, and from there.
+    """Run `command` three times in the folder `room`: for `steps`, up to `stop`, and resumed from there.
 
-    Raises CheckpointError for a script that fails, ends too soon, has no saver or does not step it; LoadError for one
-    that is not resumed.
+    Raises CheckpointError if the script fails, ends too soon, has no saver or does not step it, and LoadError if it
+    does not resume.
     """
     one, other = (Rehearsal(str(room / name), "", steps) for name in ("through", "resumed"))
     through = _run_script(command, replace(one, record=str(room / "through.jsonl")), f"{steps} steps without a stop")
@@ -127,7 +124,6 @@ def _launch_command(words: Sequence[str], nproc: int, launch: str | None) -> lis
 
 
 def _run_script(command: Sequence[str], told: Rehearsal, what: str) -> list[Step]:
-    """The steps of one run."""
     print_lines(f"ft-ckpt: {what} ...", file=sys.stderr)
     last = told.steps if told.stop is None else told.stop
     code, tail = _run_process(command, told)
@@ -148,7 +144,7 @@ def _run_script(command: Sequence[str], told: Rehearsal, what: str) -> list[Step
 
 
 def _run_process(command: Sequence[str], told: Rehearsal) -> tuple[int, str]:
-    """The exit code of `command`, and the end of what it printed."""
+    """The exit code of `command`, and the last lines of its output."""
     environment = {**os.environ, VARIABLE: told.to_json()}
     with spool_file() as log:
         try:
@@ -176,7 +172,7 @@ def _compare_steps(through: Sequence[Step], resumed: Sequence[Step]) -> Iterator
 
 
 def _compare_ends(one: Path, other: Path) -> tuple[int, list[str]]:
-    """How many tensors the two runs ended with, and which of them differ; random numbers and places are left out."""
+    """The number of tensors at the end, and the names of those that differ; the state of ranks is not compared."""
     from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
     from ft_ckpt.formats import detect
     from ft_ckpt.model.diff import compare_files
@@ -218,7 +214,6 @@ def _exact_number(exact: str | None) -> str:
 
 
 def _verdict_text(found: Finding) -> str:
-    """The result of the comparison in a sentence or two."""
     first, ends = found.first_difference, f"{len(found.different)} of {found.tensors} tensors differ at the end"
     if found.is_equal:
         lacking = "" if any(row.metric for row in found.rows) else "; no metrics were given to saver.step()"
@@ -236,11 +231,11 @@ def _verdict_text(found: Finding) -> str:
 def _advice_text(first: MetricRow, stop: int) -> str:
     if first.step <= stop:
         return (
-            "That is before the stop: the script does something else each time it runs, so nothing can be said of "
-            "resuming. Seed it before it makes model and data (accelerate.utils.set_seed)"
+            "That is before the stop: the script is not deterministic, so nothing can be said about resuming. Seed it "
+            "before it makes model and data (accelerate.utils.set_seed)"
         )
     if first.batches is False:
-        return "It was given other data: take the batches from saver.remaining(loader), and draw nothing unseeded in it"
+        return "The resumed run got other data: take batches from saver.remaining(loader), and seed all that it draws"
     data = "The data was the same" if first.batches else "If the data was the same (see saver.remaining)"
     return (
         f"{data}: something that moves the loss is not in the checkpoint, such as a scheduler that is neither prepared "
@@ -249,12 +244,14 @@ def _advice_text(first: MetricRow, stop: int) -> str:
 
 
 def _finding_json(found: Finding) -> dict[str, Any]:
-    rows = [{**asdict(row), "equal": row.is_equal, **_json_numbers(row)} for row in found.rows]
+    rows = [
+        {**asdict(row), "equal": row.is_equal, "through": _number(row.through), "resumed": _number(row.resumed)}
+        for row in found.rows
+    ]
     first = rows[found.rows.index(found.first_difference)] if found.first_difference else None
     ends = {"tensors": found.tensors, "different": list(found.different)}
     return {"equal": found.is_equal, "stop": found.stop, "first_difference": first, "end": ends, "rows": rows}
 
 
-def _json_numbers(row: MetricRow) -> Mapping[str, float | None]:
-    exact = {"through": row.through, "resumed": row.resumed}
-    return {name: None if text is None else float.fromhex(text) for name, text in exact.items()}
+def _number(exact: str | None) -> float | None:
+    return None if exact is None else float.fromhex(exact)

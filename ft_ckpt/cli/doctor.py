@@ -53,7 +53,7 @@ class PlaceReport:
 
     @property
     def dangers(self) -> tuple[str, ...]:
-        """Why saves are not safe there."""
+        """The reasons why saves are not safe there."""
         needed = FOLDER_NEEDS | (BUCKET_NEEDS if self.mount is None else set())
         found = [f"{each.name}: {each.detail}" for each in self.abilities if not each.works and each.name in needed]
         return (*((self.mount.warning,) if self.mount is not None and self.mount.is_bucket else ()), *found)
@@ -93,7 +93,11 @@ def examine_place(location: str, size_bytes: int) -> PlaceReport:
 
 def _show_place(report: PlaceReport) -> None:
     print_lines(*_place_facts(report))
-    views.print_table(("", "works", "else"), [_ability_row(each) for each in report.abilities])
+    rows = []
+    for each in report.abilities:
+        instead = f"{each.detail}; {_INSTEAD.get(each.name, '')}".rstrip("; ")
+        rows.append((each.name, "yes", "") if each.works else (each.name, "no", instead))
+    views.print_table(("", "works", "else"), rows)
     print_lines(*([f"not safe: {each}" for each in report.dangers] or ["saves are safe here"]))
 
 
@@ -110,8 +114,3 @@ def _place_facts(report: PlaceReport) -> Iterator[str]:
         f"speed: {human_size(speed.write_bytes_per_second)}/s written, {human_size(speed.read_bytes_per_second)}/s "
         f"read, {speed.small_files_per_second:.0f} small files/s, a look takes {1000 * speed.seconds_per_look:.2f} ms"
     )
-
-
-def _ability_row(each: Ability) -> tuple[str, ...]:
-    instead = _INSTEAD.get(each.name, "")
-    return (each.name, "yes", "") if each.works else (each.name, "no", f"{each.detail}; {instead}".rstrip("; "))

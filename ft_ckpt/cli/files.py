@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ft_ckpt.model.convert import ConvertReport
     from ft_ckpt.model.diff import Difference
 
-_HERE = "\0"  # key of the tensor itself among what its name leads to
+_HERE = "\0"  # in a node of the tree: key of the tensor with this name
 
 
 def _add_output_options(parser: ArgumentParser) -> None:
@@ -60,19 +60,15 @@ def _convert(options: Namespace) -> None:
 
 
 def refuse_existing(target: str, force: bool) -> None:
-    """Raise TargetError if something would be replaced and that was not asked for."""
-    if not force and _is_occupied(open_place(target)):
+    """Raise TargetError if `target` exists, unless it is an empty folder or `force` is set."""
+    place = open_place(target)
+    found = place.folder.list_folder()
+    if not force and (found.folders or found.objects if place.is_folder else found.exists):
         raise TargetError(f"{target}: is there already; give --force to replace it, or choose another path")
 
 
-def _is_occupied(target: Place) -> bool:
-    """Whether something would be replaced; an empty folder is nothing."""
-    found = target.folder.list_folder()
-    return bool(found.folders or found.objects) if target.is_folder else found.exists
-
-
 def show_file(source: Place, *, as_json: bool) -> None:
-    """The tensors of a file or folder that is no checkpoint of ours, as a tree; none of them is read."""
+    """Print the tensors of a foreign file or folder as a tree; no tensor is read."""
     from ft_ckpt.checkpoint.open_checkpoint import hold_open
     from ft_ckpt.model.convert import open_source
 
@@ -91,7 +87,7 @@ def show_file(source: Place, *, as_json: bool) -> None:
 
 
 def _tensor_rows(specs: dict[str, "Spec"], ties: dict[str, str]) -> Iterator[tuple[str, str, str, str]]:
-    """A row for each tensor, indented below what several names begin with."""
+    """A row for each tensor, indented below the prefix that it shares with others."""
     root: dict[str, Any] = {}
     for name in (*specs, *ties):
         node = root
@@ -119,7 +115,7 @@ def _node_rows(
 
 
 def print_conversion(source: str, report: "ConvertReport", verified: bool, *, as_json: bool) -> None:
-    """Say what was written from `source`, in a line or as JSON."""
+    """Print what was written from `source`, in a line or as JSON."""
     if as_json:
         found: dict[str, Any] = {**dataclasses.asdict(report), "path": str(report.path), "verified": verified}
         views.print_json(found)
@@ -194,14 +190,12 @@ def _print_differences(heads: tuple[str, ...], found: Sequence["Difference"], mo
 
 
 def _difference_cells(each: "Difference") -> tuple[str, ...]:
-    figures = (
-        tuple(_change_figures(each)) if each.sums.elements else ("", "", "")
-    )  # of what could not be compared there are none
+    figures = tuple(_change_figures(each)) if each.sums.elements else ("", "", "")  # none were comparable
     return each.name, " ".join(_change_words(each)), *figures
 
 
 def _change_words(each: "Difference") -> Iterator[str]:
-    """Of a layer how many of its tensors changed; of a tensor what did, besides values."""
+    """For a layer the number of changed tensors; for a tensor its status, shapes and dtypes."""
     if each.before is None and each.after is None:
         yield f"{each.changed} of {each.tensors}"
         return
@@ -271,10 +265,7 @@ def _merge(options: Namespace) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let the allocator keep what is freed: the next layer needs as much, and new pages cost as much as its sums.
-
-    Of this process, which does nothing else.
-    """
+    """Let the allocator of this process keep freed memory: the next layer needs as much, and new pages are slow."""
     with suppress(AttributeError, OSError):  # another allocator
         libc = ctypes.CDLL(None)
         for setting in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):

@@ -46,11 +46,11 @@ def bounded(kind: Callable[[str], float], least: float, most: float = math.inf) 
 
 # Control characters, in undecodable bytes too; line separators; marks of direction.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\udc80-\udc9f]")
-_NOBODY_READS = 141  # what a shell says of a program that a closed pipe has ended
+_BROKEN_PIPE = 141  # a shell's exit code of a program that SIGPIPE ended
 
 
 def accept_any_text() -> None:
-    """Print names of files as the bytes that they are, and other letters that the terminal lacks as escapes."""
+    """Print undecodable file names as their bytes, and characters that the terminal lacks as escapes."""
     codecs.register_error("ft_ckpt", _escape_text)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -70,15 +70,15 @@ def print_lines(*lines: str, file: TextIO | None = None) -> None:
 
 
 def print_path(path: object) -> None:
-    """Print a path as the bytes that it is, so that a script can use it; where it has control characters, escaped."""
+    """Print a path as its bytes, for scripts; escaped if it has control characters."""
     print(printable(str(path)) if _CONTROLS.search(str(path)) else path)
 
 
 @contextmanager
 def checked_output() -> Iterator[None]:
-    """All that the block prints has been written at its end. Raises TargetError; exits with 141 when nobody reads.
+    """Flush what the block prints. Raises TargetError if it cannot be written; exits with 141 on a broken pipe.
 
-    Left to the end of the process it would be a complaint of Python's, and 120.
+    At the end of the process Python would print its own message and exit with 120.
     """
     try:
         try:
@@ -86,16 +86,16 @@ def checked_output() -> Iterator[None]:
         finally:
             _flush_output()
     except BrokenPipeError:
-        sys.exit(_NOBODY_READS)
+        sys.exit(_BROKEN_PIPE)
 
 
 def _flush_output() -> None:
-    if sys.stdout is None:  # closed by whoever started us
+    if sys.stdout is None:  # closed by the parent process
         return
     try:
         sys.stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still waiting to be written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the buffer
         if isinstance(error, BrokenPipeError):
             raise
-        raise TargetError(f"standard output: {error.strerror}; what was to be printed is not all there") from error
+        raise TargetError(f"standard output: {error.strerror}; the output is incomplete") from error

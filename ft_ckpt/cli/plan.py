@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ft_ckpt.checkpoint import catalog
 from ft_ckpt.checkpoint.checks import stored_bytes
@@ -34,7 +34,7 @@ _ROUND = (1, 2, 5)
 
 
 def new_figure(inches: tuple[float, float]) -> "Figure":
-    """An empty figure of that width and height. Raises ConfigError without matplotlib."""
+    """An empty figure of (width, height). Raises ConfigError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -70,7 +70,7 @@ def draw_costs(
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The run that is planned for; `size_bytes` is None when only the save time is known."""
+    """The planned run; `size_bytes` is None when only the save time is known."""
 
     step_seconds: float
     save_seconds: float
@@ -84,7 +84,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class IntervalRow:
-    """One interval. Fractions are of the time spent on work that lasts; `disk_bytes` is the most held at once."""
+    """One interval. Fractions are relative to the time of work that is not lost; `disk_bytes` is the peak."""
 
     steps: int
     interval_seconds: float
@@ -162,14 +162,14 @@ def _plan(options: Namespace) -> None:
 
 
 def best_steps(job: PlannedRun) -> int:
-    """The number of whole steps between saves that costs least within the overhead that saving may have."""
+    """The number of steps between saves with the least total overhead, within the limit on the cost of saving."""
     least = math.ceil(bounded_interval(job.save_seconds, job.max_overhead) / job.step_seconds)
     wanted = int(optimal_interval(job.save_seconds, job.mtbf_seconds) / job.step_seconds)
     return min((max(1, least, steps) for steps in (wanted, wanted + 1)), key=lambda steps: total_overhead(job, steps))
 
 
 def saving_overhead(job: PlannedRun, steps: float) -> float:
-    """The part of `total_overhead` that saving takes."""
+    """The share of `total_overhead` that saving causes."""
     return job.save_seconds / (steps * job.step_seconds)
 
 
@@ -197,7 +197,7 @@ def _interval_row(job: PlannedRun, steps: int, optimum: bool) -> IntervalRow:
 def _show_plan(job: PlannedRun, found: list[IntervalRow], *, measured: bool, as_json: bool) -> None:
     if as_json:
         best = next(row.steps for row in found if row.optimum)
-        table = [_row_json(row) for row in found]
+        table = [{k: None if v == math.inf else v for k, v in asdict(row).items()} for row in found]  # JSON has no inf
         views.print_json({**asdict(job), "measured": measured, "optimum_steps": best, "rows": table})
         return
     size = "" if job.size_bytes is None else f" of {human_size(job.size_bytes)}"
@@ -216,17 +216,12 @@ def _interval_cells(row: IntervalRow) -> tuple[str, ...]:
     return f"{row.steps}", human_time(row.interval_seconds), f"{row.saves}", disk, *shares, "<- optimum" * row.optimum
 
 
-def _row_json(row: IntervalRow) -> dict[str, Any]:
-    """A row as JSON, which has no infinity."""
-    return {name: None if value == math.inf else value for name, value in asdict(row).items()}
-
-
 def _percent_text(fraction: float) -> str:
     return "never ends" if math.isinf(fraction) else f"{fraction:.2%}"
 
 
 def human_time(seconds: float) -> str:
-    """A time in the unit that shows it best."""
+    """A time in its largest fitting unit."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"
@@ -245,11 +240,11 @@ def _folder_bytes(folder: Place) -> int:
 
 
 def _measure_save(store: Store, size_bytes: int) -> float:
-    """Seconds to write `size_bytes` durably into `store`, from a file of 256 MiB at most; gathering is not in it."""
+    """Seconds to write `size_bytes` durably, extrapolated from a file of 256 MiB at most; without gathering."""
     from ft_ckpt.storage.writer import Writer, region_of
 
     sample = max(1, min(size_bytes, _SAMPLE_BYTES))
-    chunk = os.urandom(min(sample, _CHUNK_BYTES))  # what a disk that compresses cannot make smaller
+    chunk = os.urandom(min(sample, _CHUNK_BYTES))  # incompressible
     name = f".ft_ckpt-plan-{secrets.token_hex(8)}/sample"
     began = time.perf_counter()
     try:

@@ -88,11 +88,10 @@ def _report(options: Namespace) -> None:
 
 
 def write_report(facts: "RunFacts", target: Path, access: Access = FREE) -> None:
-    """Write the page, or its charts as a picture, open to nobody beyond `access`.
+    """Write the page, or its charts as a .png, readable by `access` only.
 
-    Raises ConfigError without matplotlib, TargetError.
+    Raises ConfigError without matplotlib, and TargetError.
     """
-
     figure = draw_run(facts)
     store = LocalStore(target.absolute().parent, access=access)
     if target.suffix == ".png":
@@ -133,7 +132,7 @@ def _page_text(facts: "RunFacts", charts: str) -> str:
 
 def _checkpoint_table(facts: "RunFacts") -> Iterable[str]:
     metrics = facts.metrics[:3]
-    heads = ("checkpoint", "step", "saved", "size", "of its own", *metrics, "kept because", "whole")
+    heads = ("checkpoint", "step", "saved", "size", "not shared", *metrics, "kept because", "whole")
     return _html_table(heads, [_checkpoint_cells(each, metrics) for each in facts.checkpoints])
 
 
@@ -182,7 +181,7 @@ def _html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable
 
 @dataclass(frozen=True)
 class KeptCheckpoint:
-    """One checkpoint that is there."""
+    """One checkpoint on the disk."""
 
     name: str
     step: int | None
@@ -190,16 +189,16 @@ class KeptCheckpoint:
     kind: str
     metrics: Mapping[str, float]
     size_bytes: int
-    own_bytes: int  # of files that no older checkpoint of the run has, too
+    own_bytes: int  # of files that no older checkpoint of the run shares
     state_bytes: int
-    kept: tuple[str, ...]  # why the rules of the run keep it
-    pinned: str | None  # why, "" for no reason; None for not at all
+    kept: tuple[str, ...]  # the rules of the run that keep it
+    pinned: str | None  # the reason, maybe ""; None if it is not pinned
     problems: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Drift:
-    """How much each layer has changed from one checkpoint to the next: the norm of the change over that of before."""
+    """Relative change of each layer between two checkpoints: norm of the change over the norm before it."""
 
     before: str
     after: str
@@ -208,14 +207,14 @@ class Drift:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of a run: what is on the disk, oldest first, and the log that its newest state has of all saves."""
+    """The checkpoints of a run, oldest first, and the log of all saves in its newest training state."""
 
     run: str
     checkpoints: tuple[KeptCheckpoint, ...]
     saves: tuple[LoggedSave, ...]
     drift: tuple[Drift, ...]
-    metrics: tuple[str, ...]  # that occur, those that say most first
-    notes: tuple[str, ...]  # what could not be told, and why
+    metrics: tuple[str, ...]  # most important first
+    notes: tuple[str, ...]  # facts that are missing, with the reason
 
     @property
     def disk_bytes(self) -> int:
@@ -229,7 +228,7 @@ class RunFacts:
         return tuple(each.step for each in self.saves if each.step not in there)
 
     def metric_points(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of a metric at all saves that had it, of deleted checkpoints too."""
+        """(step, value) of a metric at all saves that had it, including those of deleted checkpoints."""
         found = {each.step: each.metrics[name] for each in self.saves if name in each.metrics}
         found |= {
             each.step: each.metrics[name] for each in self.checkpoints if each.step is not None and name in each.metrics
@@ -259,7 +258,7 @@ def _newest_document(infos: Sequence[CheckpointInfo], notes: list[str]) -> Mappi
                 return read_document(info.store, info.manifest)
             except CheckpointError as error:
                 notes.append(str(error))
-    notes.append("no checkpoint has a training state, so times of saves and deleted checkpoints are not known")
+    notes.append("no checkpoint has a training state, so times of saves and deleted checkpoints are unknown")
     return {}
 
 
@@ -273,12 +272,9 @@ def _kept_reasons(
 
 
 def _rules_from(rules: Mapping[str, Any] | None) -> Keep:
-    """The rules that `dataclasses.asdict` gave, after JSON."""
     if rules is None:
         return Keep()
-    best = rules["best"]
-    state = rules["state"]
-    return Keep(**{**rules, "best": best, "state": None if state is None else _rules_from(state)})
+    return Keep(**{**rules, "state": None if rules["state"] is None else _rules_from(rules["state"])})
 
 
 def _kept_checkpoints(
@@ -306,7 +302,7 @@ def _kept_checkpoints(
 
 
 def _file_sizes(info: CheckpointInfo) -> dict[object, tuple[int, bool]]:
-    """(bytes, whether of the training state) of each file by a key that all its names share."""
+    """(bytes, whether it belongs to the training state) of each file, by a key that hard links share."""
     state = tuple(f"{part.path}/" for part in info.manifest.parts if part.kind == STATE)
     store = hold_listed(info.store)
     found = {file.path: store.stat(file.path) for file in info.manifest.files}
@@ -336,11 +332,11 @@ _Draw = Callable[["Axes", RunFacts], None]
 _HEIGHT = 2.2  # of a chart, in inches
 _MOST_METRICS = 4
 _MOST_LAYERS = 60
-_LEAST_CHANGE = 1e-12  # of a layer; what has changed by less, or not at all, is drawn as if it were this
+_LEAST_CHANGE = 1e-12  # of a layer; smaller changes are drawn as this one
 
 
 def draw_run(facts: RunFacts) -> "Figure":
-    """All charts below each other: metrics, times of the saves, sizes on the disk, drift by layer.
+    """All charts, one below the other: metrics, times of the saves, sizes on the disk, drift by layer.
 
     Raises ConfigError without matplotlib.
     """
@@ -395,7 +391,7 @@ def _draw_sizes(axes: "Axes", facts: RunFacts) -> None:
     places, left = range(len(facts.checkpoints)), [0] * len(facts.checkpoints)
     for label, sizes, colour in _size_series(facts):
         axes.barh(places, sizes, left=left, label=label, color=colour)
-        left = [one + other for one, other in zip(left, sizes, strict=True)]
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
     axes.set_title("size on the disk", loc="left")
     axes.set(yticks=list(places), xlim=(0, 1.02 * max(left)))
     axes.set_yticklabels([_label_text(each.name) for each in facts.checkpoints])
@@ -405,10 +401,10 @@ def _draw_sizes(axes: "Axes", facts: RunFacts) -> None:
 
 
 def _size_series(facts: RunFacts) -> list[tuple[str, list[int], str]]:
-    """What the bars are made of: label, bytes of each checkpoint, colour."""
+    """The segments of the bars: label, bytes of each checkpoint, colour."""
     shared = [each.size_bytes - each.own_bytes for each in facts.checkpoints]
     state = [min(each.state_bytes, each.own_bytes) for each in facts.checkpoints]
-    weights = [each.own_bytes - some for each, some in zip(facts.checkpoints, state, strict=True)]
+    weights = [each.own_bytes - size for each, size in zip(facts.checkpoints, state, strict=True)]
     series = [("weights", weights, "tab:blue"), ("training state", state, "tab:orange")]
     return [*series, ("shared with older ones", shared, "lightgray")] if any(shared) else series
 
@@ -430,21 +426,17 @@ def _draw_drift(axes: "Axes", facts: RunFacts) -> None:
 
 
 def _label_text(name: str) -> str:
-    return printable(name).replace("$", r"\$")  # no formula
+    return printable(name).replace("$", r"\$")  # not a formula
 
 
 def _drift_layers(facts: RunFacts) -> list[str]:
-    """The layers that changed most, in the order of their names' numbers."""
     most: dict[str, float] = {}
     for each in facts.drift:
         for layer, change in each.layers.items():
             most[layer] = max(most.get(layer, 0.0), _drawn_change(change))
     chosen = sorted(most, key=lambda layer: -most[layer])[:_MOST_LAYERS]
-    return sorted(chosen, key=_natural_key)
-
-
-def _natural_key(name: str) -> list[Any]:
-    return [(0, int(step), "") if step.isdigit() else (1, 0, step) for step in name.split(".")]
+    # "layers.2" before "layers.10"
+    return sorted(chosen, key=lambda name: [(0, int(s), "") if s.isdigit() else (1, 0, s) for s in name.split(".")])
 
 
 def _drawn_change(change: float) -> float:

@@ -127,15 +127,15 @@ def _verify(options: Namespace) -> int:
 
 
 def _checkpoints_at(store: Store) -> list[Store]:
-    """The folder itself, if something was committed there, and those directly below it where something was."""
+    """The folder itself and those directly below it, if they have a manifest or cannot be read."""
     folders = store.list_folder().folders
     below = sorted(each.name for each in folders if not each.name.startswith(".") and not each.is_link)
-    here = [info.store for info in catalog.discover(Place(store))]  # in their order; then those that cannot be read
+    here = [info.store for info in catalog.discover(Place(store))]  # in order of steps; the unreadable ones follow
     stores = [store, *(store.within(name) for name in below)]
-    return [*here, *(one for one in stores if one not in here and _may_be_one(one))]
+    return [*here, *(each for each in stores if each not in here and _may_be_checkpoint(each))]
 
 
-def _may_be_one(store: Store) -> bool:
+def _may_be_checkpoint(store: Store) -> bool:
     try:
         return store.stat(MANIFEST_NAME) is not None
     except UnreadableError:

@@ -94,7 +94,6 @@ def _cp(options: Namespace) -> None:
 
 
 def _copy_facts(report: "CopyReport") -> str:
-    """What a copy came to, in words."""
     size = f"{len(report.files)} files, {human_size(report.bytes)}"
     if not report.is_new:
         return f"{size}, all of it was there"
@@ -131,7 +130,6 @@ def _json_of_copy(report: "CopyReport") -> dict[str, Any]:
 
 
 def _sync_lines(report: "SyncReport", *, dry_run: bool) -> Iterator[str]:
-    """What a sync did, or would do, a line each."""
     would = "would be " if dry_run else ""
     yield from (f"{location_name(each.path)}: {_copy_facts(each)}" for each in report.copied)
     yield from (f"{name}: would be copied" for name in report.missing if dry_run)
@@ -143,7 +141,7 @@ def _sync_lines(report: "SyncReport", *, dry_run: bool) -> Iterator[str]:
 
 
 def _checked_url(text: str) -> str:
-    """A URL; a name alone could be a folder. Raises ConfigError."""
+    # The library takes "user/name", too; on the command line that may be a folder.
     if "://" not in text:
         raise ConfigError(f"{text}: expected a URL such as hf://user/name")
     return text

@@ -25,8 +25,8 @@ _ORDINARY = {
     "state": "no",
     "pinned": "no",
     "valid": "yes",
-}  # says nothing if all have it
-_LEAST = ("parts", "kind", "state", "age", "pinned")  # what goes first where a table is too wide
+}  # a column is left out if all its cells are this
+_LEAST = ("parts", "kind", "state", "age", "pinned")  # columns dropped first when a table is too wide
 _GAP = 2  # between columns
 
 
@@ -49,7 +49,7 @@ def checkpoint_row(info: CheckpointInfo, report: VerifyReport) -> dict[str, Any]
 
 
 def show_run(run: Place, rows: Sequence[dict[str, Any]], metrics: Sequence[str], *, as_json: bool) -> None:
-    """The checkpoints of a run with some of their `metrics`, and below what is wrong with the invalid ones."""
+    """Print the checkpoints of a run with `metrics`, then the problems of the invalid ones."""
     if as_json:
         print_json(list(rows))
         return
@@ -67,7 +67,7 @@ def show_run(run: Place, rows: Sequence[dict[str, Any]], metrics: Sequence[str],
 
 
 def ranked_metrics(infos: Iterable[CheckpointInfo]) -> list[str]:
-    """The metrics of a run, those that say most first: what it ranks by, then the loss, then those of evaluations."""
+    """The metrics of a run by importance: those that it ranks by, the loss, those of evaluations, others."""
     infos = list(infos)
     ranked = {name for info in infos for name in info.manifest.rankings}
     known = dict.fromkeys(name for info in infos for name in info.manifest.metrics)
@@ -79,7 +79,7 @@ def ranked_metrics(infos: Iterable[CheckpointInfo]) -> list[str]:
 
 
 def show_latest(info: CheckpointInfo, *, as_json: bool) -> None:
-    """The path alone, so that a script can use it; its step and time in JSON."""
+    """Print only the path, for scripts; in JSON with step and time."""
     if as_json:
         print_json({"path": str(info.path), "step": info.manifest.step, "created": info.manifest.created})
     else:
@@ -87,7 +87,7 @@ def show_latest(info: CheckpointInfo, *, as_json: bool) -> None:
 
 
 def show_reports(reports: Sequence[VerifyReport], note: str = "", *, as_json: bool) -> None:
-    """The verdict on each in one line, with a `note`, then one line for each problem; in JSON one alone is no list."""
+    """Print each verdict with `note` in one line, then its problems. In JSON a single report is not in a list."""
     if as_json:
         found = [{**dataclasses.asdict(report), "path": str(report.path)} for report in reports]
         print_json(found[0] if len(found) == 1 else found)
@@ -99,7 +99,7 @@ def show_reports(reports: Sequence[VerifyReport], note: str = "", *, as_json: bo
 
 
 def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
-    """The metrics, and every part with its tensors: name, shape, dtype, size, and file where there are several."""
+    """Print metrics and each part's tensors: name, shape, dtype, size, and file if there are several."""
     manifest = info.manifest
     if as_json:
         print_json({"path": str(info.path), **dataclasses.asdict(manifest)})
@@ -114,19 +114,16 @@ def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
 def _show_part(part: PartRecord) -> None:
     files = sorted({tensor.file for tensor in part.tensors})
     place = f" in {files[0]}" if len(files) == 1 else ""
-    about = f"{part.kind} {part.class_name}, {len(part.tensors)} tensors{place}{_base_text(part)}"
+    base = f", on {part.base.id or 'a base built in memory'}" if part.base else ""
+    about = f"{part.kind} {part.class_name}, {len(part.tensors)} tensors{place}{base}"
     print_lines("", f"{part.name or 'model'}: {about}")
     heads = ("tensor", "shape", "dtype", "size", "file")[: 5 if len(files) > 1 else 4]
     tensors = ((t.name, human_shape(t.shape), t.dtype, human_size(t.end - t.start), t.file) for t in part.tensors)
     print_table(heads, (cells[: len(heads)] for cells in tensors))
 
 
-def _base_text(part: PartRecord) -> str:
-    return f", on {part.base.id or 'a base built in memory'}" if part.base else ""
-
-
 def _run_columns(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict[str, list[str]]:
-    """The columns of a run's table by their heads: those that say something, as many as fit."""
+    """The columns of a run's table by head, as many as fit; columns without information are left out."""
     found = {
         head: [_column_cell(each, head) for each in rows] for head in ("checkpoint", "step", "age", "size", "kind")
     }
@@ -142,7 +139,6 @@ def _run_columns(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict
 
 
 def _metric_head(metric: str) -> str:
-    """The head of a metric's column; not that of another."""
     return f"metric {metric}" if metric in ("checkpoint", "age", "size", "kind", *_ORDINARY) else metric
 
 
@@ -165,7 +161,7 @@ def _table_width(columns: Mapping[str, Sequence[str]]) -> int:
 
 
 def _terminal_width() -> int:
-    """Letters in a line of the terminal; of a file or a pipe there is no edge to wrap at."""
+    """Characters in a line of the terminal; a large number for a file or pipe, where nothing wraps."""
     if sys.stdout is None or not sys.stdout.isatty():
         return 100_000
     from rich.console import Console
@@ -174,7 +170,7 @@ def _terminal_width() -> int:
 
 
 def print_table(heads: Sequence[str], rows: Iterable[tuple[str, ...]], *, red: Sequence[int] = ()) -> None:
-    """A table as wide as its contents; what the first column says stays in one line. `red`: rows to be seen first."""
+    """Print a table as wide as its contents; the first column is not wrapped. `red`: rows in red."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -183,12 +179,12 @@ def print_table(heads: Sequence[str], rows: Iterable[tuple[str, ...]], *, red: S
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
     for number, head in enumerate(heads):
         right = head in _NUMBERS
-        name = Text(printable(head))  # a metric may look like markup, as any name may
+        name = Text(printable(head))  # not str: a name may look like markup
         table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=number == 0 or right)
     for number, line in enumerate(cells):
         table.add_row(*map(Text, line), style="red" if number in red else None)
     first = max((len(line[0]) for line in cells), default=0)
-    narrowest = first + (len(heads) - 1) * (_GAP + 4)  # a longer name is for the terminal to break, not for us
+    narrowest = first + (len(heads) - 1) * (_GAP + 4)  # the terminal breaks longer names
     Console(width=max(width, narrowest)).print(table)
 
 
@@ -198,7 +194,7 @@ def _print_problems(path: str, problems: Iterable[str]) -> None:
 
 
 def print_json(value: Any) -> None:
-    """`value` as indented JSON, with numbers that are not finite as text, as in a manifest."""
+    """Print `value` as indented JSON; non-finite numbers as text, as in a manifest."""
     print_lines(*json.dumps(_finite_values(value), indent=2).split("\n"))
 
 
@@ -220,7 +216,7 @@ def human_shape(shape: tuple[int, ...]) -> str:
 
 
 def human_moment(created: str) -> str:
-    """An ISO 8601 time to the second, in UTC; the text itself when it is none."""
+    """An ISO 8601 time to the second, in UTC; the unchanged text if it is not a time."""
     then = _parse_moment(created)
     return created if then is None else f"{then:%Y-%m-%d %H:%M:%S} UTC"
 
@@ -229,12 +225,12 @@ def _parse_moment(created: str) -> datetime | None:
     try:
         then = datetime.fromisoformat(created.replace("Z", "+00:00"))
         return then.astimezone(timezone.utc) if then.tzinfo else then.replace(tzinfo=timezone.utc)
-    except (OverflowError, ValueError):  # no time, or one that is out of all years in UTC
+    except (OverflowError, ValueError):  # not a time, or outside of the years that datetime has
         return None
 
 
 def _age_text(created: str) -> str:
-    """How long ago the ISO 8601 time `created` was, in its largest unit; the text itself when it is none."""
+    """The age of an ISO 8601 time in its largest unit; the unchanged text if it is not a time."""
     then = _parse_moment(created)
     if then is None:
         return created
