@@ -209,7 +209,7 @@ def test_rows_of_two_runs_side_by_side():
 @pytest.mark.parametrize(
     ("row", "different", "words"),
     [
-        (MetricRow(3, "loss", "0x1p+0", "0x1p+1", False), ("w",), "given other data"),
+        (MetricRow(3, "loss", "0x1p+0", "0x1p+1", False), ("w",), "got other data"),
         (MetricRow(3, "loss", "0x1p+0", "0x1p+1", None), ("w",), "If the data was the same"),
         (MetricRow(3, None, None, None, False), ("w",), "from step 3 on (the batches)"),
         (MetricRow(3, "loss", "0x1p+0", "0x1p+0", None), ("w",), "though no metric does: w"),
