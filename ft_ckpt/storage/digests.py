@@ -113,7 +113,6 @@ class RunningDigest:
             done, self.at = done + count, self.at + count
 
     def text(self) -> str:
-        """The digest as a FileRecord has it."""
         return file_digest([state.hexdigest() for state in self.states])
 
 

@@ -42,7 +42,6 @@ class LocalWriting:
     _lock: Lock = field(default_factory=Lock)
 
     def write(self, offset: int, memory: memoryview) -> None:
-        """Write `memory` at `offset`, see `Writable.write`."""
         if offset + len(memory) > self.size_bytes:
             raise IncompleteError(f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}")
         first, last = (0, 0) if self.direct < 0 else _whole_blocks(offset, memory)
@@ -78,7 +77,7 @@ class LocalWriting:
         return local_disk.stored_file(self.name, found)
 
     def abandon(self) -> None:
-        """Delete the draft, see `Writable.abandon`; a file that others write into is theirs to delete."""
+        """A file that other processes write into is not deleted."""
         with contextlib.suppress(OSError):
             self._close()
         if not self.is_shared:
@@ -95,7 +94,7 @@ class LocalWriting:
             raise NameTakenError(f"{self.path}: is there already; nothing was written") from error
 
     def _close(self) -> None:
-        """Close each descriptor once: its number may be another file's at once, also after an error."""
+        """Close each descriptor once, also after an error: its number may be reused at once."""
         plain, direct, self.plain, self.direct = self.plain, self.direct, -1, -1
         try:
             if direct >= 0:
@@ -160,7 +159,7 @@ def allocate_file(path: Path, size_bytes: int, access: Access = FREE) -> None:
 
 
 def _open_unbuffered(path: Path) -> int:
-    """A second descriptor of the file `path`, unbuffered; -1 where its file system has none. Raises OSError."""
+    """A second descriptor of the file `path`, unbuffered; -1 if the file system does not support it."""
     if not hasattr(os, "O_DIRECT"):
         return -1
     try:
@@ -182,7 +181,7 @@ def _allocate_space(descriptor: int, size_bytes: int) -> None:
 
 
 def _whole_blocks(offset: int, memory: memoryview) -> tuple[int, int]:
-    """The part of `memory` at `offset` that fills whole disk blocks from aligned addresses; (0, 0) for none."""
+    """The range of `memory` at `offset` that fills whole disk blocks from aligned addresses; (0, 0) for none."""
     first = -offset % ALIGNMENT
     last = len(memory) - (offset + len(memory)) % ALIGNMENT
     if memory.readonly or first >= last or (address_of(memory) + first) % ALIGNMENT:

@@ -56,12 +56,10 @@ class ListedStore:
 
     @property
     def url(self) -> str:
-        """The place itself."""
         return self.inner.url
 
     @property
     def identity(self) -> str:
-        """That of the place itself."""
         return self.inner.identity
 
     @property
@@ -76,7 +74,6 @@ class ListedStore:
         return ListedStore(self.inner.within(folder), named, self.opened, self.asked, self.proof)
 
     def where(self, name: str) -> str:
-        """An object as people write it."""
         return self.inner.where(name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -106,7 +103,6 @@ class ListedStore:
         return cast("Readable", counted)
 
     def list(self, prefix: str = "") -> list[Stored]:
-        """All objects in the folder `prefix` and below it."""
         return sorted(self._below(prefix), key=lambda each: each.name)
 
     def list_folder(self, prefix: str = "") -> FolderListing:
@@ -121,27 +117,21 @@ class ListedStore:
         return FolderListing(bool(folders or objects), tuple(folders.values()), tuple(objects))
 
     def stat(self, name: str) -> Stored | None:
-        """The object; None when there was none."""
         return self.listed.get(checked_name(name))
 
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
-        """Refuse."""
         self._refuse(name)
 
     def create(self, name: str, size_bytes: int) -> NoReturn:
-        """Refuse."""
         self._refuse(name)
 
     def copy(self, name: str, other: str, source: Store | None = None) -> bool:
-        """Refuse."""
         self._refuse(other)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Refuse."""
         self._refuse(", ".join(names))
 
     def free_bytes(self) -> int | None:
-        """None can be written."""
         return 0
 
     def _below(self, folder: str) -> Iterator[Stored]:
@@ -174,7 +164,6 @@ class CachedObject:
 
     @property
     def where(self) -> str:
-        """As people write it."""
         return self.inner.where
 
     @property
@@ -195,11 +184,9 @@ class CachedObject:
             memory[low - start : high - start] = self._block(number)[low - first : high - first]
 
     def map(self) -> None:
-        """None: what is kept are pieces."""
         return
 
     def check(self) -> None:
-        """Raise CorruptError when the object has changed."""
         self.inner.check()
 
     def close(self) -> None:

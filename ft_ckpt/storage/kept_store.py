@@ -1,7 +1,7 @@
-"""Files that are compared with their digests and used from the same memory, so that each is read from the disk once.
+"""Keeps large files in the memory they were digested in, so that each is read from the disk once.
 
-What is in the page cache is digested in a mapping, where it is used from later on; what is not is read past the cache
-into memory of our own, where there is plenty. Nothing of it is handed out before all has been compared.
+A file in the page cache is digested in a mapping that is used afterwards; any other is read past the cache into private
+memory, if there is enough. Nothing is handed out before all digests are compared.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ _STEP_BYTES = 32 << 20  # digested between two looks at whether the program is t
 
 @dataclass(eq=False)
 class KeptBytes:
-    """The bytes of one version of a file in memory, until they are given away."""
+    """The bytes of one version of a file in memory, until they are handed over."""
 
     version: str
     memory: MappedBytes | None
 
     def give(self) -> MappedBytes | None:
-        """The memory, for one who may write to it; None when it is not ours alone, or was given before."""
+        """Hand over the memory to a caller that may write to it; None if it is not private or was given before."""
         memory = self.memory
         if memory is None or not memory.is_own:
             return None
@@ -35,7 +35,7 @@ class KeptBytes:
 
 
 class KeptFile:
-    """The open file `inner`, whose bytes are taken from memory for as long as they are there."""
+    """The open file `inner`, read from memory while its bytes are kept."""
 
     can_map = True
 
@@ -45,22 +45,20 @@ class KeptFile:
 
     @property
     def where(self) -> str:
-        """The path."""
         return self.inner.where
 
     @property
     def is_own(self) -> bool:
-        """Whether its bytes are in memory that may be had with `kept.give`."""
+        """Whether its bytes are in private memory, available through `kept.give`."""
         return self.kept.memory is not None and self.kept.memory.is_own
 
     def view(self, start: int, size_bytes: int) -> memoryview | None:
-        """These bytes without a copy, to be read and not written; None when they are not all in memory."""
+        """These bytes without a copy, read-only; None when they are not all in memory."""
         memory = self.kept.memory
         within = start >= 0 and start + size_bytes <= self.size_bytes
         return memory.memory[start : start + size_bytes] if memory is not None and within else None
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
-        """Fill `memory` from `start` on, see `Readable.read_into`."""
         found = self.view(start, len(memory))
         if found is None:
             self.inner.read_into(memory, start)
@@ -69,30 +67,26 @@ class KeptFile:
         self.check()
 
     def map(self) -> MappedBytes | None:
-        """The file mapped anew; None while its bytes are in memory of our own, where they are copied from."""
+        """A new mapping of the file; None while its bytes are in private memory, which they are copied from."""
         return None if self.is_own else self.inner.map()
 
     def check(self) -> None:
-        """Raise CorruptError when the file has changed."""
         self.inner.check()
 
     def close(self) -> None:
-        """Close the file."""
         self.inner.close()
 
 
 @dataclass(frozen=True)
 class KeptStore(SourceFolder):
-    """A folder of which some files are in memory, once they were digested to be kept."""
+    """A folder that keeps the files in memory that `keeping_digest` read."""
 
     kept: dict[str, KeptBytes] = field(default_factory=dict)
 
     def within(self, folder: str) -> LocalStore:
-        """The store of a folder in this one, of which nothing is in memory."""
         return SourceFolder(self.folder / folder, proof=self.proof)
 
     def open(self, name: str) -> Readable:
-        """Open a regular file for reading, from memory if its bytes are there."""
         file, kept = super().open(name), self.kept.get(name)
         if isinstance(file, LocalFile) and kept is not None and kept.version == file.version:
             return KeptFile(file, kept)
@@ -102,7 +96,8 @@ class KeptStore(SourceFolder):
 def keeping_digest(store: KeptStore, names: frozenset[str], own: bool) -> Callable[[Readable, FileRecord], str]:
     """A function that digests an open file of `store` and keeps its bytes there, if it is large and one of `names`.
 
-    `own`: what is not in the page cache may be kept, too, in half of the memory that is free now. From any thread.
+    With `own`, a file that is not in the page cache is kept too, in at most half of the memory that is free now.
+    Thread-safe.
     """
     room, lock = [available_bytes() // 2 if own and names else 0], Lock()
 
@@ -129,7 +124,6 @@ def keeping_digest(store: KeptStore, names: frozenset[str], own: bool) -> Callab
 
 
 def _digest_mapped(file: LocalFile, running: RunningDigest) -> MappedBytes | None:
-    """Take the digest of a file where it is mapped. Raises CorruptError when it changes meanwhile."""
     mapped = file.map()
     if mapped is not None:
         for start in range(0, file.size_bytes, _STEP_BYTES):

@@ -38,11 +38,9 @@ class LocalFile:
 
     @property
     def where(self) -> str:
-        """The path."""
         return str(self.path)
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
-        """Fill `memory` from `start` on, see `Readable.read_into`."""
         done, wanted = 0, len(memory)
         while done < wanted:
             try:
@@ -63,7 +61,6 @@ class LocalFile:
             self.watch(start, memory, self)
 
     def map(self) -> "MappedBytes | None":
-        """The file mapped as private memory, see `Readable.map`."""
         self.check()
         return MappedBytes.create(self.descriptor, self.size_bytes) if self.size_bytes else None
 
@@ -86,7 +83,7 @@ class LocalFile:
         self._closer()
 
     def refused(self, where: str, error: OSError) -> UnreadableError:
-        """The error of a read that the system has refused."""
+        """The error for a read that the system refused."""
         found = UnreadableError(f"{self.path.name}: cannot be read {where} ({error}); load it again")
         found.errno = error.errno
         return found
@@ -118,7 +115,7 @@ class MappedBytes:
 
     @staticmethod
     def create(descriptor: int, size_bytes: int) -> "MappedBytes | None":
-        """The mapping of an open file (-1: of no file, all zero), or None."""
+        """The mapping of an open file (-1: zeroed private memory); None if the system refuses it."""
         address = libc.map_private(descriptor, size_bytes)
         if address is None:
             return None
@@ -179,6 +176,6 @@ _lent: dict[int, _FileRange] = {}  # those in use: a reference that is itself fo
 
 
 def _shared_edges(start: int, end: int) -> list[tuple[int, int]]:
-    """The ends of [start, end) that share pages with their neighbours, and are therefore not given back."""
+    """The ends of [start, end) that share pages with their neighbours, and therefore are not given back."""
     first, last = start + -start % _PAGE, end // _PAGE * _PAGE
     return [(start, min(first, end)), (max(last, start), end)] if first < last else [(start, end)]

@@ -32,36 +32,28 @@ class LocalStore:
 
     @property
     def url(self) -> str:
-        """The path of the folder."""
         return str(self.folder)
 
     @property
     def identity(self) -> str:
-        """The path of the folder without links."""
         return os.path.realpath(self.folder)
 
     @property
     def parent(self) -> "LocalStore | None":
-        """The store of the folder that this one lies in; None for the root."""
         here = self.folder.absolute()
         return None if here == here.parent else LocalStore(here.parent)
 
     def within(self, folder: str) -> "LocalStore":
-        """The store of a folder in this one, which may have any name that a folder can have."""
         return replace(self, folder=self.folder / folder)
 
     def where(self, name: str) -> str:
-        """The path of an object, as text."""
         return str(self.folder / name)
 
     def path(self, name: str) -> Path:
-        """The path of an object, which may have any name that a file can have. Raises ConfigError for one that leads
-        out of the store.
-        """
+        """The path of an object; any file name is allowed. Raises ConfigError for one that leads out of the store."""
         return self.folder / checked_name(name, is_name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes [start, stop) of a file, see `Store.read`."""
         with contextlib.closing(self.open(name)) as file:
             stop = file.size_bytes if stop is None else stop
             memory = bytearray(max(0, stop - start))
@@ -69,13 +61,13 @@ class LocalStore:
         return bytes(memory)
 
     def open(self, name: str) -> Readable:
-        """Open a regular file for reading; a pipe, socket or device is CorruptError."""
+        """Raises CorruptError for a pipe, socket or device."""
         path = self.path(name)
         with _reading(path):
             return open_local_file(path, name)
 
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
-        """Write a small file, see `Store.write`. One that replaces another has its group and permissions."""
+        """A file that replaces another keeps its group and permissions."""
         path, draft = self.path(name), None
         if self.syncs and not create_only:
             draft = path.with_name(f"{PREFIX}{path.name.lstrip('.')}{_DRAFT}")
@@ -90,22 +82,20 @@ class LocalStore:
             raise
 
     def create(self, name: str, size_bytes: int) -> LocalWriting:
-        """A new file, its space allocated now; NoSpaceError where there is none."""
+        """The space is allocated now; NoSpaceError when there is none."""
         return self._begin_file(name, size_bytes)
 
     def allocate(self, name: str, size_bytes: int) -> None:
-        """Take the space for a file that several processes write, see `SharedStore.allocate`."""
         path = self.path(name)
         with explained(path):
             self._make_parents(path)
         allocate_file(path, size_bytes, self.access)
 
     def share(self, name: str, size_bytes: int) -> LocalWriting:
-        """This process's way into a file that several processes write, see `SharedStore.share`."""
         return self._begin_file(name, size_bytes, self.path(name), shared=True)
 
     def list(self, prefix: str = "") -> list[Stored]:
-        """All files below `prefix` but drafts, see `Store.list`; folders that are links are not entered."""
+        """Without drafts; folders that are links are not entered."""
         top = self.path(prefix) if prefix else self.folder
         with _reading(top):
             walk = os.walk(top, onerror=_raise_unless_absent)
@@ -115,7 +105,6 @@ class LocalStore:
         return sorted(found, key=lambda each: each.name)
 
     def list_folder(self, prefix: str = "") -> FolderListing:
-        """The folders and files directly in `prefix`, see `Store.list_folder`."""
         top = self.path(prefix) if prefix else self.folder
         folders, objects, begin = [], [], f"{prefix}/" if prefix else ""
         with _reading(top):
@@ -128,16 +117,16 @@ class LocalStore:
         return FolderListing(os.path.lexists(top), tuple(folders), tuple(objects))
 
     def stat(self, name: str) -> Stored | None:
-        """The file, see `Store.stat`; None for a folder, or what is no regular file."""
+        """None also for a folder, or anything else that is not a regular file."""
         path = self.path(name)
         with _reading(path):
             found = _regular(path)
         return None if found is None else local_disk.stored_file(name, found)
 
     def copy(self, name: str, other: str, source: Store | None = None) -> bool:
-        """Link the file under another name, see `Store.copy`.
+        """Link the file under another name.
 
-        False too for what is a link itself, and for a file that more people may read than `access` allows.
+        False also for a link, and for a file that more people may read than `access` allows.
         """
         store = self if source is None else source
         if not isinstance(store, LocalStore):
@@ -168,18 +157,18 @@ class LocalStore:
         return True
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files, and the folders that this leaves empty."""
+        """Folders that become empty are deleted too."""
         names = [checked_name(name) for name in names]
         with explained(self.folder), contextlib.suppress(FileNotFoundError):
             local_disk.delete_files(names, self.folder)
             local_disk.remove_empty_folders(names, self.folder)
 
     def delete_all(self) -> None:
-        """Delete the folder with all that is in it, as far as that is possible; links are not followed."""
+        """Delete the folder and its contents as far as possible; links are not followed."""
         local_disk.rmtree(self.folder)
 
     def free_bytes(self) -> int | None:
-        """Bytes that this user may still write on the device of the folder, or of the nearest one that exists."""
+        """Free bytes for this user on the device of the folder, or of the nearest parent that exists."""
         with explained(self.folder):
             present = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
             device = os.statvfs(present)
@@ -195,7 +184,7 @@ class LocalStore:
         return create_file(name, path, draft or _draft_name(path), size_bytes, self.access, direct=direct, **how)
 
     def _make_parents(self, path: Path) -> None:
-        """Make the folders that `path` is in; not a stage itself, which may have been taken away again."""
+        """Make the folders that `path` is in, but not a stage itself, which may have been removed."""
         if self.syncs:
             local_disk.make_folder(self.folder)
         for name in reversed(path.relative_to(self.folder).parents[:-1]):
@@ -209,7 +198,7 @@ class LocalStore:
 
 
 def folder_of(store: Store) -> Path:
-    """The path of a store's folder on this machine. Raises ConfigError when the store is no local folder."""
+    """The local path of a store's folder. Raises ConfigError when the store is not a local folder."""
     if not isinstance(store, LocalStore):
         raise ConfigError(f"{store.url}: not on this machine's disks; give a local folder")
     return store.folder
@@ -232,7 +221,7 @@ def folders_access(path: Path, goal: Path) -> Access:
 
 
 def make_like(store: Store, other: Store) -> None:
-    """Make the folder of `store`, which nobody may enter who may not enter that of `other`; in buckets nothing."""
+    """Make the folder of `store`, no more open than the one of `other`; does nothing in buckets."""
     if isinstance(store, LocalStore) and isinstance(other, LocalStore):
         with explained(store.folder):
             around = local_disk.access_of(other.folder.stat())
@@ -258,9 +247,9 @@ def _path_access(path: Path) -> Access:
 
 @contextlib.contextmanager
 def temporary_store(folder: str | Path | None = None, prefix: str = "ft_ckpt-copy-") -> Iterator[LocalStore]:
-    """A new folder in `folder` (None: where the system has such), deleted with all that is in it after the block.
+    """A new folder in `folder` (None: the system's temporary folder), deleted with its contents after the block.
 
-    Others cannot read it. Those that killed processes have left there go, too.
+    Only this user can read it. Leftovers of killed processes are deleted too.
     """
     import tempfile  # here, so that listing does not pay for it
 
@@ -270,7 +259,7 @@ def temporary_store(folder: str | Path | None = None, prefix: str = "ft_ckpt-cop
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Errors of the system while reading, as ours: MissingError for what is not there."""
+    """Convert errors of the system while reading; a missing file is MissingError."""
     try:
         with damaged_input(path):
             yield
@@ -293,7 +282,7 @@ def _draft_name(path: Path) -> Path:
 
 
 def _may_be_folder(entry: os.DirEntry[str]) -> bool:
-    """True also for a link that cannot be followed now: reading in it says why."""
+    """True also for a link that cannot be followed now: reading it will raise the reason."""
     try:
         return entry.is_dir()
     except OSError:
@@ -310,7 +299,7 @@ def _raise_unless_absent(error: OSError) -> None:
 
 
 def _regular(path: str | Path) -> os.stat_result | None:
-    """The facts about a regular file, through links; None for anything else, and for what is not there."""
+    """The stat result of a regular file, through links; None for anything else, or nothing."""
     try:
         found = os.stat(path)  # noqa: PTH116 - of each file of each listing: a Path would cost more than the call
     except OSError as error:

@@ -177,7 +177,7 @@ def _can_lock(path: Path) -> bool | None:
 
 
 def _machine_mark() -> str:
-    """A hash of the machine id in eight hex digits."""
+    """A hash of the machine id, eight hex digits."""
     return f"{zlib.crc32((machine_id() or socket.gethostname()).encode()):08x}"
 
 
@@ -187,7 +187,6 @@ def _is_of_here(owner: str) -> bool:
 
 
 def _age_seconds(path: Path) -> float | None:
-    """Seconds since `path` was last touched; None when it is not there."""
     try:
         return time.time() - path.lstat().st_mtime
     except OSError:

@@ -162,7 +162,7 @@ def client_options(url: str, **options: Any) -> dict[str, Any]:
 
 
 def _uses_tls(options: dict[str, Any]) -> bool:
-    """Whether the line itself keeps what is sent whole, so that signing each body, too, would be work for nothing."""
+    """Whether the transport itself protects what is sent, so that signing each body would be redundant."""
     config = {**options, **options.get("config", {})}
     names = ("aws_endpoint_url", "aws_endpoint", "endpoint_url", "endpoint")
     given = [config[name] for name in names if name in config]
@@ -314,7 +314,6 @@ class ObjectStore:
 
     @property
     def identity(self) -> str:
-        """The URL."""
         return self.url
 
     @property
@@ -326,7 +325,6 @@ class ObjectStore:
         return ObjectStore(self.client, self.url.rpartition("/")[0], f"{above}/" if above else "")
 
     def within(self, folder: str) -> "ObjectStore":
-        """The store of the objects below `folder`."""
         return ObjectStore(self.client, self.where(folder), f"{self.prefix}{checked_name(folder)}/")
 
     def key(self, name: str) -> str:
@@ -334,7 +332,6 @@ class ObjectStore:
         return self.prefix + checked_name(name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes [start, stop) of an object, see `Store.read`."""
         if stop is None and not start:
             with reading_object(self.where(name)):
                 return bytes(obstore.get(self.client, self.key(name)).bytes())
@@ -376,7 +373,6 @@ class ObjectStore:
         return RemoteWriting(self, name, size_bytes)
 
     def list(self, prefix: str = "") -> list[Stored]:
-        """All objects below `prefix`, see `Store.list`."""
         with reading_object(self.where(prefix)):
             found = until_whole(lambda: [*obstore.list(self.client, self._folder_key(prefix))])
         return sorted((self._stored(each) for page in found for each in page), key=lambda each: each.name)
@@ -391,7 +387,6 @@ class ObjectStore:
         return FolderListing(bool(folders or objects), folders, objects)
 
     def stat(self, name: str) -> Stored | None:
-        """The object, see `Store.stat`."""
         try:
             with reading_object(self.where(name)):
                 return self._stored(obstore.head(self.client, self.key(name)))
@@ -425,11 +420,9 @@ class ObjectStore:
                         obstore.delete(self.client, name)
 
     def free_bytes(self) -> int | None:
-        """None: buckets have no end."""
         return None
 
     def where(self, name: str) -> str:
-        """The URL of an object."""
         return f"{self.url}/{name}" if name else self.url
 
     def _first_bytes(self, name: str) -> tuple[Any, bytes]:
@@ -473,11 +466,9 @@ class RemoteObject:
 
     @property
     def where(self) -> str:
-        """The URL."""
         return self.store.where(self.name)
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
-        """Read one range, of this version, see `Readable.read_into`."""
         stop = start + len(memory)
         if stop > self.size_bytes:
             raise CorruptError(
@@ -504,11 +495,9 @@ class RemoteObject:
         memory[:] = memoryview(found).cast("B")
 
     def map(self) -> None:
-        """None: what is far away is not mapped."""
         return
 
     def check(self) -> None:
-        """Ask for the object's version again, see `Readable.check`."""
         found = self.store.stat(self.name)
         if found is None or found.version != self.version:
             raise changed_object(self.where)

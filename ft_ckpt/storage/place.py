@@ -83,7 +83,7 @@ class Place:
 
     @property
     def location(self) -> Path | str:
-        """It as people are given it: a path on this machine, or a URL."""
+        """The location in messages: a local path, or a URL."""
         return Path(str(self)) if isinstance(self.store, LocalStore) else str(self)
 
     @property
@@ -95,32 +95,29 @@ class Place:
 
     @property
     def beside(self) -> Store:
-        """The folder that it lies in; itself at the top of a bucket."""
+        """The folder that contains it; itself at the top of a bucket."""
         return self.folder.parent or self.folder
 
     @property
     def last_step(self) -> str:
-        """The last step of its name: what a file or folder is called."""
+        """The last component of its name."""
         return self.name.rpartition("/")[2] or _last_step(self.store)
 
     @property
     def folder(self) -> Store:
-        """The store of what is below it."""
+        """The store of its contents."""
         return self.store.within(self.name) if self.name else self.store
 
     @property
     def is_object(self) -> bool:
-        """Whether an object is there."""
         return bool(self.name) and self.store.stat(self.name) is not None
 
     @property
     def is_folder(self) -> bool:
-        """Whether a folder is there."""
         return not self.is_object and self.folder.list_folder().exists
 
     @property
     def exists(self) -> bool:
-        """Whether anything is there."""
         return self.is_object or self.folder.list_folder().exists
 
     def open(self) -> Readable:

@@ -1,10 +1,10 @@
-"""Digests that are compared while files are read, and before each commit of what was made of them.
+"""Digests that are compared while files are read, and before each commit of anything made of them.
 
-A file has a digest of what each rank wrote of it, and one of these. So whoever reads takes the digests of some writers'
-parts, best of those that it reads anyway, and these are compared when all are in. Who reads most of a file compares all
-of it as well, and tells only what is wrong: what one machine has of a file in its page cache may be damaged where that
-of others is not. Bytes have gone to their places by then: whoever reads so asks for the outcome, and throws away what
-was made of a damaged file.
+A file has one digest for the bytes of each rank that wrote it, and a digest of these. Each reader computes the digests
+of some writers' parts, preferably of bytes it reads anyway; they are compared when all are in. A reader of most of a
+file also compares the whole file and reports only damage: the page cache of one machine may be damaged where that of
+another is not. By then the bytes are in use, so a reader must ask for the outcome and discard everything made of a
+damaged file.
 """
 
 import sys
@@ -47,7 +47,7 @@ class PartDigests:
 
 @dataclass(eq=False)
 class FileProof:
-    """The digests of what the ranks `owners` wrote of a file; due until they were taken."""
+    """The digests of what the ranks `owners` wrote of a file; due until they are computed."""
 
     record: FileRecord
     open_file: Callable[[], Readable]
@@ -58,30 +58,30 @@ class FileProof:
 
     @property
     def is_due(self) -> bool:
-        """Whether the digests are still to be taken."""
+        """Whether the digests are still missing."""
         return self.found is None and self.failure is None
 
     @property
     def taken(self) -> range:
-        """The ranks of whose parts digests are taken here."""
+        """The ranks whose parts are digested here."""
         return range(self.record.ranks) if self.is_wide else self.owners
 
     def widen_for(self, wanted_bytes: int) -> None:
-        """Compare all of the file, if so many of its bytes are to be read here that the others cost little."""
+        """Compare the whole file if `wanted_bytes` of it are read here anyway and the rest costs little."""
         self.is_wide = self.is_wide or wanted_bytes * 4 > self.record.size_bytes * 3
 
     @property
     def parts(self) -> Iterator[tuple[int, int, int]]:
-        """What is to be read for it, in the order of the file: first byte, the one behind the last, who wrote it."""
+        """The ranges to digest, in file order: (start, end, rank that wrote it)."""
         return owned_parts(self.record.cuts, self.record.size_bytes, self.taken)
 
     @cached_property
     def passing(self) -> "PassingDigest":
-        """Its digests, taken from what is read of the file by others."""
+        """Takes the digests from bytes that are read for other purposes."""
         return PassingDigest(self)
 
     def read_now(self) -> None:
-        """Read what did not pass by, if the digests are still due."""
+        """Read the bytes that were not seen yet, if the digests are still missing."""
         if not (self.is_due and self.taken):
             return
         try:
@@ -90,14 +90,14 @@ class FileProof:
             self.failure = unread_problem(self.record.path, error)
 
     def take_rest(self) -> None:
-        """Read what did not pass by. Raises CorruptError for a file of another size, and as reading does."""
+        """Read the bytes that were not seen yet. Raises CorruptError for another size, and as reading does."""
         with closing(self.open_file()) as file:
             self.passing.take_from(file)
         self.passing.conclude()
 
 
 class PassingDigest:
-    """Takes the digests of a proof from bytes that come by in the order of the file, in any thread."""
+    """Computes the digests of a proof from bytes that arrive in file order, from any thread."""
 
     def __init__(self, proof: FileProof) -> None:
         self.proof, self.parts = proof, proof.parts
@@ -106,10 +106,9 @@ class PassingDigest:
         self._lock = threading.RLock()  # reading a gap brings its bytes here
 
     def take(self, start: int, content: memoryview, file: Readable | None = None) -> None:
-        """Bytes of the file from `start` on; those that come again, or that others compare, are passed over.
+        """Take the bytes of the file from `start` on; repeated bytes, and those of other ranks, are skipped.
 
-        So are bytes ahead of those that are next, but for a small gap, which is read from the `file` where that is
-        given.
+        Bytes behind a gap are skipped too, except that a small gap is read from `file`, if given.
         """
         with self._lock:
             if file is not None and self.at < start <= self.at + _GAP_BYTES:
@@ -127,7 +126,7 @@ class PassingDigest:
                 self.at, self.stop, self.owner = next(self.parts, _NO_PART)
 
     def take_from(self, file: Readable) -> None:
-        """All bytes that have not come by, read for it. Raises CorruptError for another size, and as reading does."""
+        """Read all bytes that have not arrived. Raises CorruptError for a file of another size, and as reading does."""
         proof, size_bytes = self.proof, self.proof.record.size_bytes
         if file.size_bytes != size_bytes:
             raise CorruptError(f"{file.size_bytes:,} bytes, expected {size_bytes:,}")
@@ -140,7 +139,7 @@ class PassingDigest:
             self.take(part.start, part.content)
 
     def conclude(self) -> None:
-        """All bytes have come by."""
+        """Finish the digests: all bytes have arrived."""
         proof, record = self.proof, self.proof.record
         digests = {owner: state.hexdigest() for owner, state in self.states.items()}
         proof.found = PartDigests(record.path, proof.owners.start, tuple(digests[owner] for owner in proof.owners))
@@ -166,7 +165,7 @@ def share_proofs(proofs: Collection[FileProof], number: int, count: int) -> list
 
 
 def read_late(proofs: Collection[FileProof]) -> tuple[tuple[PartDigests, ...], tuple[str, ...]]:
-    """The digests of all proofs, and what is wrong with files here; those due are read for it, several at once."""
+    """The digests of all proofs, and the failures found here; missing digests are read now, in parallel."""
     with ThreadPoolExecutor(min(8, cpu_count() or 1)) as pool:  # hashing and reading both let other threads run
         list(pool.map(FileProof.read_now, proofs))
     found = tuple(proof.found for proof in proofs if proof.found is not None)
@@ -176,7 +175,7 @@ def read_late(proofs: Collection[FileProof]) -> tuple[tuple[PartDigests, ...], t
 def compare_digests(
     records: Collection[FileRecord], found: Sequence[PartDigests], failures: Sequence[str]
 ) -> list[str]:
-    """What is wrong with files, a line each: the `failures` of ranks, and digests that are not their records'."""
+    """The problems of files, a line each: the `failures` of ranks, and digests that differ from the records."""
     digests: dict[str, dict[int, str]] = {}
     for part in found:
         digests.setdefault(part.path, {}).update(enumerate(part.digests, part.first))
@@ -194,7 +193,7 @@ _OPEN = threading.local()  # its `proofs`: of the checkpoints that this thread h
 
 
 class SourceProof:
-    """The comparisons of the `files` of a checkpoint, which lie in `store`; due for each file that is opened."""
+    """The pending comparisons of the `files` of a checkpoint in `store`; each is due when its file is opened."""
 
     def __init__(self, store: Store, files: Iterable[FileRecord]) -> None:
         self.url = store.url
@@ -205,9 +204,9 @@ class SourceProof:
         self._opened: dict[str, FileProof] = {}
 
     def watch_file(self, where: str) -> Watch | None:
-        """What is to be told of the bytes that are read of the file `where`; None for one that is compared already.
+        """The observer for bytes read of the file `where`; None if it is compared already.
 
-        Raises CorruptError when a small file is damaged, and as reading it does.
+        Raises CorruptError when a small file is damaged, and as reading does.
         """
         proof = self._files.get(where)
         if proof is None:
@@ -221,18 +220,18 @@ class SourceProof:
         return proof.passing.take if proof.is_due else None
 
     def problems(self) -> list[str]:
-        """What is wrong with the opened files, a line each; what was not read of them is read now."""
+        """The damage of the opened files, a line each. Bytes that were not read yet are read now."""
         return [f"{self.url}: {failure}" for failure in read_late([*self._opened.values()])[1]]
 
 
 @dataclass(frozen=True)
 class SourceFolder(LocalStore):
-    """A folder of a checkpoint whose files are compared while they are read, where there is a `proof`."""
+    """A folder of a checkpoint whose files are compared with their digests while they are read, if `proof` is given."""
 
     proof: SourceProof | None = None
 
     def open(self, name: str) -> Readable:
-        """Open a file, see `Store.open`. Raises CorruptError when a small one is damaged."""
+        """Raises CorruptError also when a small file is damaged."""
         file = super().open(name)
         if self.proof is not None and isinstance(file, LocalFile):
             file.watch = self.proof.watch_file(self.where(name))
@@ -241,9 +240,10 @@ class SourceFolder(LocalStore):
 
 @contextmanager
 def proving(proof: SourceProof) -> Iterator[None]:
-    """Let commits of this thread compare the files of an open checkpoint while the block runs, and do so at its end.
+    """Compare the files of an open checkpoint with their digests at each commit of this thread, and at the end of the
+    block.
 
-    Raises CorruptError for damage, and in place of an error of a library that has read damaged files.
+    Raises CorruptError for damage, and in place of a library's error after reading damaged files.
     """
     found: list[SourceProof] = vars(_OPEN).setdefault("proofs", [])
     found.append(proof)
@@ -261,7 +261,7 @@ def proving(proof: SourceProof) -> Iterator[None]:
 
 
 def prove_sources() -> None:
-    """Compare what this thread has opened of the checkpoints that it holds open. Raises CorruptError for damage."""
+    """Compare everything that this thread has read of its open checkpoints. Raises CorruptError for damage."""
     _refuse_damaged(vars(_OPEN).get("proofs", ()))
 
 

@@ -34,26 +34,25 @@ _FIRST = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file
 
 
 class BlockKeeper(Protocol):
-    """Makes the blocks that are read into, and knows how long their bytes are needed."""
+    """Allocates the blocks that are read into, and tracks how long their bytes are in use."""
 
     def make_block(self, size_bytes: int) -> Memory:
-        """New memory, best aligned to a page."""
+        """New memory, preferably page-aligned."""
         ...
 
     def leave_block(self, block: Memory) -> None:
-        """Its bytes have been handed on, and may still be copied from it."""
+        """Its bytes have been passed on, and may still be copied from it."""
         ...
 
     def await_block(self, block: Memory) -> None:
-        """Wait until nobody copies from it; it is filled anew, or given back. In any thread."""
+        """Wait until all copies from it are done; it is filled again, or freed. In any thread."""
         ...
 
 
 class PlainBlocks:
-    """Blocks whose bytes are used at once."""
+    """Blocks whose bytes are consumed at once."""
 
     def make_block(self, size_bytes: int) -> Memory:
-        """New memory."""
         return new_block(size_bytes)
 
     def leave_block(self, block: Memory) -> None:
@@ -69,7 +68,7 @@ def new_block(size_bytes: int = BLOCK_BYTES) -> Block:
 
 
 def new_block_of(kind: type[OwnBlock], size_bytes: int) -> OwnBlock:
-    """The same, as an object of that `kind`."""
+    """Like `new_block`, as an object of class `kind`."""
     block = kind(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):  # large pages, where there are any: first touch costs a fifth with them
         block.madvise(mmap.MADV_HUGEPAGE)
@@ -85,7 +84,7 @@ def address_of(block: Memory) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without paging anything out, or being ended for it; 0 where that is not known."""
+    """Memory that can be allocated without swapping or exceeding a limit, in bytes; 0 if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         known = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
@@ -95,9 +94,10 @@ def available_bytes() -> int:
 
 
 def group_bytes(groups: Path, mounted: Path) -> Iterator[int]:
-    """What each control group has left that sets a limit: those that `groups` lists, and those that they are in.
+    """Free bytes of each control group that has a memory limit: those in `groups` and their parents.
 
-    `groups` is a file as /proc/self/cgroup, `mounted` a folder as /sys/fs/cgroup. What cannot be read sets none.
+    `groups` is a file like /proc/self/cgroup, `mounted` a folder like /sys/fs/cgroup. Groups that cannot be read are
+    left out.
     """
     for folder, names in _memory_groups(groups, mounted):
         with suppress(OSError, ValueError):  # in a container the path may be one outside of it
@@ -105,7 +105,7 @@ def group_bytes(groups: Path, mounted: Path) -> Iterator[int]:
 
 
 def _memory_groups(groups: Path, mounted: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The folders of control groups that count memory, and the names of what is in them, the inner ones first."""
+    """The folders of control groups that count memory, inner ones first, and the names of their files."""
     lines: list[str] = []
     with suppress(OSError):
         lines = groups.read_text(encoding="utf-8").splitlines()
@@ -117,7 +117,7 @@ def _memory_groups(groups: Path, mounted: Path) -> Iterator[tuple[Path, tuple[st
 
 
 def _left_in(folder: Path, limit: str, taken: str, cached: str) -> int:
-    """What a control group has left. Raises ValueError where it sets no limit, OSError where there is none."""
+    """Free bytes of a control group. Raises ValueError if it has no limit, OSError if there is no such group."""
     most, used = (int((folder / name).read_text(encoding="ascii")) for name in (limit, taken))
     about = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
     return most - used + int(about.get(cached, 0))
@@ -155,7 +155,7 @@ class ReadPart:
 
     @property
     def content(self) -> memoryview:
-        """The bytes, in memory that may be written."""
+        """The bytes, in writable memory."""
         return memoryview((ctypes.c_char * self.size_bytes).from_address(self.address)).cast("B")
 
 
@@ -264,7 +264,7 @@ def _reads_at_once(file: Readable, threads: int) -> int:
 
 
 def is_cached(descriptor: int, start: int, size_bytes: int) -> bool:
-    """True when all of these bytes of a file are in the page cache; False too where the system cannot tell."""
+    """True when this whole range of a file is in the page cache; False also if unknown."""
     page = mmap.PAGESIZE
     found = cached_bytes(descriptor, start, size_bytes)
     return found is not None and found // page >= (start + size_bytes - 1) // page - start // page + 1
@@ -295,7 +295,7 @@ def _is_worth(job: _BlockRead) -> bool:
 
 
 def _open_direct(file: Readable, stack: ExitStack) -> int | None:
-    """A second descriptor of the open file, with O_DIRECT; None where that is refused, or it is no local file."""
+    """A second descriptor of the open file, with O_DIRECT; None if that is refused, or the file is not local."""
     if not isinstance(file, LocalFile):
         return None
     with suppress(OSError, AttributeError):  # by its descriptor: its path may lead elsewhere by now
@@ -348,9 +348,9 @@ def _read_local(file: LocalFile, job: _BlockRead, view: memoryview, door: int | 
 def read_whole(
     file: Readable, threads: int = 4, direct: str = "auto", each: Callable[[memoryview], None] | None = None
 ) -> MappedBytes | None:
-    """All of an open object in memory of our own, read at the rate of the disk or the line; None without the memory.
+    """All of an open object in private memory, at the rate of the disk or network; None without enough memory.
 
-    `each` is that of `read_into`. Raises CorruptError when it changes meanwhile.
+    `each` is that of `read_into`. Raises CorruptError when the object changes meanwhile.
     """
     own = MappedBytes.create(-1, file.size_bytes + -file.size_bytes % ALIGNMENT) if file.size_bytes else None
     if own is not None:
@@ -362,7 +362,7 @@ def read_whole(
 def is_cold(file: Readable) -> bool:
     """True when `read_whole` is faster than touching the mapped file: large, and less than half of it in memory.
 
-    False too where the system cannot tell, or has not twice the memory for it.
+    False also if unknown, or without twice the memory for it.
     """
     if not isinstance(file, LocalFile) or file.size_bytes < LEAST_WHOLE_BYTES:
         return False

@@ -247,7 +247,7 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 
 def _place_for_few() -> str:
-    """Where files are made that are read back at once: in memory where there is plenty, since training waits."""
+    """The folder for files that are read back at once: in memory if there is plenty, because training waits."""
     with suppress(OSError):
         if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _PLENTY_BYTES:
             return _MEMORY
@@ -255,7 +255,6 @@ def _place_for_few() -> str:
 
 
 def _draft_folder(target: Path) -> AbstractContextManager[Path]:
-    """A hidden folder beside `target`, see `locked_folder`."""
     start = os.fsencode(target.name)[:_NAME_BYTES].decode("utf-8", "ignore")
     return locked_folder(target.parent, f".{start}{DRAFTS}", 0o700)
 

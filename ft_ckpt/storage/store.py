@@ -256,7 +256,7 @@ class Access:
     group: int | None = None  # None: whatever the group
 
     def __and__(self, other: "Access") -> "Access":
-        """The access to what is made of both."""
+        """The access to something made of both."""
         group = other.group if self.group is None else self.group
         one, two = self.in_group(group), other.in_group(group)
         return Access(one.file_bits & two.file_bits, one.folder_bits & two.folder_bits, group)
@@ -288,6 +288,6 @@ def folder_access(mode: int, group: int) -> Access:
 
 
 def _for_anyone(bits: int) -> int:
-    """The bits where group and others are other people: what both may do."""
+    """The bits if group and others are different people: what both may do."""
     both = bits >> 3 & bits & 0o7
     return bits & ~0o077 | both << 3 | both

@@ -161,7 +161,6 @@ class DurableFile:
             start, address, left = start + count, address + count, left - count
 
     def put_zeros(self, start: int, stop: int) -> None:
-        """Fill bytes [start, stop) with zeros."""
         if start < stop:
             self.put_region(region_of(start, bytes(stop - start)))
 
@@ -191,7 +190,7 @@ class DurableFile:
         self.goal.abandon()
 
     def _block_at(self, start: int) -> Block:
-        """The block that has room for byte `start`."""
+        """The block with room for byte `start`."""
         if start != self.base + self.high or self.high == self.writer.tuning.block_bytes:
             self._dispatch_block()
         if self.block is None:
