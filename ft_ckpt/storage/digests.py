@@ -1,7 +1,7 @@
-"""Digests of files that one rank or several ranks wrote.
+"""Digests of files written by one rank or several.
 
-The parts of each rank, in file order, have one digest; how the file was cut is told by a `Cut` for each run of chunks,
-and what no cut covers is rank 0's. So a file has as many digests as writers, and is checked in one pass.
+The parts of each rank, in file order, have one digest. A `Cut` describes each run of chunks; bytes outside of all cuts
+are rank 0's. So a file has as many digests as writers, and is checked in one pass.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,7 +38,7 @@ class FileRecord:
     path: str
     size_bytes: int
     digest: str  # "xxh3-128:" and 32 hex digits of the whole file, or "xxh3-128-of-ranks:" as `digests` says
-    cuts: tuple[Cut, ...] = ()  # in file order, where several ranks wrote it; what is between them is rank 0's
+    cuts: tuple[Cut, ...] = ()  # in file order, if several ranks wrote it; bytes between cuts are rank 0's
     ranks: int = 1  # that wrote it
     linked: bool = False  # to the file of an earlier checkpoint, whose tensors had not changed since
     etag: str | None = None  # of the object in a bucket; one of another version is compared before it is used
@@ -59,13 +59,13 @@ def record_of(path: str, content: bytes) -> FileRecord:
 
 
 def read_record(store: Store, path: str) -> FileRecord:
-    """The record of an object, which is read for it. Raises as reading does."""
+    """The record of an object; reads it. Raises as reading does."""
     with closing(store.open(path)) as opened:
         return FileRecord(path, opened.size_bytes, _read_digest(opened))
 
 
 def digest_of_open(file: Readable, record: FileRecord) -> str:
-    """The digest of an open object, taken the way the one in `record` was. Raises CorruptError as reading does."""
+    """The digest of an open object, computed as for `record`. Raises CorruptError as reading does."""
     return _read_digest(file, record.cuts, record.ranks)
 
 
@@ -75,14 +75,14 @@ def new_digest() -> xxhash.xxh3_128:
 
 
 def digest_problem(record: FileRecord, digest: str) -> str | None:
-    """What is wrong with a file of which that digest was found; None when it is the one in its record."""
+    """The difference between `digest` and the record of a file, in words; None without one."""
     if digest == record.digest:
         return None
     return f"{record.path}: digest {digest}, expected {record.digest}: its bytes have changed"
 
 
 class PassingProblem(str):
-    """A problem of a file that the system would not read just now; the file may be whole."""
+    """A file that the system would not read now; the file may be whole."""
 
     __slots__ = ()
 
@@ -95,12 +95,12 @@ def unread_problem(path: str, error: CorruptError) -> str:
 
 
 class RunningDigest:
-    """The digest of a file whose bytes come in their order, taken the way the one in its record is."""
+    """The digest of a file whose bytes arrive in file order, computed as for its record."""
 
     def __init__(self, size_bytes: int, cuts: Sequence[Cut] = (), ranks: int = 1) -> None:
         self.states = [new_digest() for _ in range(ranks)]
         self.parts = rank_parts(cuts, size_bytes)
-        self.at, self.stop, self.owner = 0, 0, 0  # the next byte, and the end and the rank of the part that it is in
+        self.at, self.stop, self.owner = 0, 0, 0  # the next byte; end and rank of its part
 
     def update(self, content: memoryview) -> None:
         """Take the next bytes of the file."""
@@ -117,7 +117,6 @@ class RunningDigest:
 
 
 def _read_digest(file: Readable, cuts: Sequence[Cut] = (), ranks: int = 1) -> str:
-    """The digest of an open object, which is read for it."""
     running = RunningDigest(file.size_bytes, cuts, ranks)
     if file.size_bytes < _AHEAD_BYTES:
         running.update(memoryview(read_range(file, 0, file.size_bytes)))
@@ -178,7 +177,7 @@ def owned_parts(cuts: Sequence[Cut], size_bytes: int, owners: range) -> Iterator
 
 
 def chunk_of_rank(cut: Cut, rank: int) -> tuple[int, int] | None:
-    """The bytes [start, stop) that one rank has of a cut; None for none."""
+    """The bytes [start, stop) of a cut that `rank` wrote; None if it wrote none."""
     number = rank - cut.owner
     start = cut.start if not number else cut.start + cut.lead + (number - 1) * cut.chunk
     stop = min(cut.start + cut.lead + number * cut.chunk, cut.stop)

@@ -1,6 +1,6 @@
 """A read-only view of a store as it was listed: later versions of an object are errors."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from threading import Lock
@@ -15,7 +15,7 @@ from ft_ckpt.storage.store import Folder, FolderListing, Readable, Store, Stored
 
 @dataclass
 class Asked:
-    """How often ranges of objects were asked for; about, where several threads do."""
+    """The number of range requests; approximate with several threads."""
 
     count: int = 0
 
@@ -32,7 +32,6 @@ class _CountedObject:
         return getattr(self.inner, name)
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
-        """Read one range, see `Readable.read_into`."""
         self.asked.count += 1
         self.inner.read_into(memory, start)
         if self.watch is not None:
@@ -43,16 +42,14 @@ class _CountedObject:
 class ListedStore:
     """The objects of `inner` that are `listed`, by name, in the versions listed; nothing can be written.
 
-    What is far away is opened once, however often it is asked for: nothing is held that a reader's `close` releases.
+    A remote object is opened once, and shared: closing it releases nothing.
     """
 
     inner: Store
     listed: Mapping[str, Stored]
-    opened: dict[str, _CountedObject] = field(
-        default_factory=dict, compare=False, repr=False
-    )  # by what people call them
+    opened: dict[str, _CountedObject] = field(default_factory=dict, compare=False, repr=False)  # by `where`
     asked: Asked = field(default_factory=Asked, compare=False)
-    proof: SourceProof | None = None  # compares what is read
+    proof: SourceProof | None = None  # compares the bytes that are read
 
     @property
     def url(self) -> str:
@@ -64,7 +61,7 @@ class ListedStore:
 
     @property
     def parent(self) -> None:
-        """None: what lies around it was not listed."""
+        """None: only this folder was listed."""
 
     def within(self, folder: str) -> "ListedStore":
         """The listed objects below `folder`."""
@@ -77,7 +74,6 @@ class ListedStore:
         return self.inner.where(name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes [start, stop) of an object, see `Store.read`."""
         with closing(self.open(name)) as file:
             stop = file.size_bytes if stop is None else stop
             memory = bytearray(max(0, stop - start))
@@ -86,15 +82,15 @@ class ListedStore:
 
     def open(self, name: str) -> Readable:
         """Open an object. Raises CorruptError when it is no longer the one that was listed, or small and damaged."""
-        known = self.stat(name)
-        if known is None:
+        listed = self.stat(name)
+        if listed is None:
             raise MissingError(f"{self.where(name)}: no such object")
         watch = None if self.proof is None else self.proof.watch_file(self.where(name))
         if (held := self.opened.get(self.where(name))) is not None:
             held.watch = watch
             return cast("Readable", held)
         file = self.inner.open(name)
-        if file.version != known.version:
+        if file.version != listed.version:
             file.close()
             raise CorruptError(f"{self.where(name)}: written over while it was read; read it again")
         if file.can_map:
@@ -103,7 +99,9 @@ class ListedStore:
         return cast("Readable", counted)
 
     def list(self, prefix: str = "") -> list[Stored]:
-        return sorted(self._below(prefix), key=lambda each: each.name)
+        begin = f"{prefix}/" if prefix else ""
+        below = (each for name, each in self.listed.items() if name.startswith(begin))
+        return sorted(below, key=lambda each: each.name)
 
     def list_folder(self, prefix: str = "") -> FolderListing:
         """The folders and objects directly in the folder `prefix`."""
@@ -134,16 +132,12 @@ class ListedStore:
     def free_bytes(self) -> int | None:
         return 0
 
-    def _below(self, folder: str) -> Iterator[Stored]:
-        begin = f"{folder}/" if folder else ""
-        return (each for name, each in self.listed.items() if name.startswith(begin))
-
     def _refuse(self, name: str) -> NoReturn:
         raise TargetError(f"{self.where(name)}: cannot be written, the store is open for reading; open it anew")
 
 
 def hold_listed(store: Store) -> Store:
-    """`store` as it is listed now, so that no more is asked of it than bytes; a local one itself."""
+    """A remote `store` as it is listed now, so that later requests only read bytes; a local store itself."""
     return store if isinstance(store, LocalStore) else ListedStore(store, {each.name: each for each in store.list()})
 
 
@@ -152,7 +146,7 @@ _BLOCK_BYTES, _MOST_BLOCKS = 256 << 10, 16  # a request to a bucket takes as lon
 
 @dataclass(eq=False)
 class CachedObject:
-    """The open object `inner`; larger ranges than a block are read as they are asked for."""
+    """The open object `inner` with a cache of its last blocks; ranges larger than a block are not cached."""
 
     inner: Readable
     can_map = False
@@ -168,12 +162,11 @@ class CachedObject:
 
     @property
     def watch(self) -> Watch | None:
-        """What is told of the bytes that are read."""
+        """The observer of the bytes that are read."""
         watch: Watch | None = getattr(self.inner, "watch", None)
         return watch
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
-        """Fill `memory` from `start` on, see `Readable.read_into`."""
         end = start + len(memory)
         if len(memory) > _BLOCK_BYTES or end > self.size_bytes:
             self.inner.read_into(memory, start)
@@ -190,7 +183,6 @@ class CachedObject:
         self.inner.check()
 
     def close(self) -> None:
-        """Release the object."""
         self._blocks.clear()
         self.inner.close()
 

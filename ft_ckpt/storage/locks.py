@@ -1,7 +1,7 @@
-"""Locks of hidden files and folders: show whether the process that made one still lives.
+"""Locks of hidden files and folders: they show whether the process that made one is alive.
 
-A lock ends with its process, however that ends, and every process of the machine sees it, whatever container it is in.
-Where a lock says nothing (of another machine's processes, on a file system without locks) time has to.
+A lock ends with its process, and every process and container of the machine sees it. Where locks give no information
+(processes of other machines, file systems without locks), the age decides.
 """
 
 import errno
@@ -26,7 +26,7 @@ _change = threading.Lock()
 
 def new_owner() -> str:
     """The suffix of a new hidden name: host, machine, process, random digits. At most 60 bytes, in ASCII."""
-    host = re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())[:20]  # for whoever reads it; the machine tells apart
+    host = re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())[:20]  # for readers; the machine mark makes it unique
     return f"{host}-{_machine_mark()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -39,9 +39,9 @@ def machine_id() -> str | None:
 
 
 def hold_lock(path: Path) -> bool | None:
-    """Lock the file or folder `path` until `release_lock`; False when another has the lock, or it is gone.
+    """Lock the file or folder `path` until `release_lock`; False when another process has the lock, or `path` is gone.
 
-    None where locks say nothing: on a file system without them, or where it may not be opened.
+    None if unknown: the file system has no locks, or `path` cannot be opened.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -49,7 +49,7 @@ def hold_lock(path: Path) -> bool | None:
         return False if error.errno in (errno.ENOENT, errno.ELOOP) else None
     try:
         mine: bool | None = lock_descriptor(descriptor) or None
-        if not os.path.samestat(path.lstat(), os.fstat(descriptor)):  # deleted by whoever had the lock before
+        if not os.path.samestat(path.lstat(), os.fstat(descriptor)):  # deleted by the previous holder
             mine = False
     except OSError:
         mine = False
@@ -87,40 +87,42 @@ def holding_lock(path: Path) -> Iterator[bool | None]:
 
 @contextmanager
 def claim_leftover(path: Path, owner: str, seconds: float) -> Iterator[bool]:
-    """Lock the leftover of `owner` at `path` while the block runs; yields False when it has to be left alone.
+    """Lock the leftover of `owner` at `path` while the block runs; yields False when it must not be deleted.
 
-    It is left alone while another process has it locked; where locks say nothing, and if another machine made it, also
-    until it is `seconds` old.
+    That is while another process has it locked; without lock information, or if another machine made it, also until it
+    is `seconds` old.
     """
     with holding_lock(path) as mine:
-        yield _has_ended(_age_seconds(path), mine, _is_of_here(owner), seconds)
+        named = _MACHINE.fullmatch(owner)
+        is_local = named is not None and named["machine"] == _machine_mark()
+        yield _has_ended(_age_seconds(path), mine, is_local, seconds)
 
 
 def has_ended(path: Path, machine: str | None, seconds: float) -> bool:
-    """Whether the process that locked the file `path` while it lives has ended, without taking over its lock.
+    """Whether the process that keeps the file `path` locked has ended, without taking its lock.
 
-    `machine` is the `machine_id` it wrote down, None where it got no lock. The rule is that of `claim_leftover`; a file
-    that is not there has nobody.
+    `machine` is the `machine_id` that it recorded, None if it got no lock. The rule is that of `claim_leftover`; True
+    for a file that does not exist.
     """
     age = _age_seconds(path)
     return age is None or _has_ended(age, _can_lock(path), machine is not None and machine == machine_id(), seconds)
 
 
 def process_facts() -> dict[str, Any]:
-    """What identifies this process for `is_gone`: PID, start time, PID namespace, machine and host name."""
+    """The identity of this process for `is_gone`: PID, start time, PID namespace, machine and host name."""
     try:
         namespace: str | None = str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         namespace = None
-    own = {"host": socket.gethostname(), "machine": machine_id(), "namespace": namespace}
-    return {**own, "pid": os.getpid(), "started": _start_time(os.getpid())}
+    machine = {"host": socket.gethostname(), "machine": machine_id(), "namespace": namespace}
+    return {**machine, "pid": os.getpid(), "started": _start_time(os.getpid())}
 
 
 def is_gone(facts: Mapping[str, Any]) -> bool:
-    """Whether the process of these `process_facts` is known to have ended, which only its own machine can tell."""
+    """Whether the process of these `process_facts` has ended; False if unknown, as for one of another machine."""
     mine, pid = process_facts(), facts.get("pid")
-    of_here = all(facts.get(name) == mine[name] for name in ("host", "machine", "namespace"))
-    if not of_here or None in mine.values() or not isinstance(pid, int) or pid < 1:
+    is_local = all(facts.get(name) == mine[name] for name in ("host", "machine", "namespace"))
+    if not is_local or None in mine.values() or not isinstance(pid, int) or pid < 1:
         return False
     try:
         os.kill(pid, 0)
@@ -132,7 +134,7 @@ def is_gone(facts: Mapping[str, Any]) -> bool:
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process began, in clock ticks since the boot; "" for a zombie, None if unknown."""
+    """Start time of a process in clock ticks since boot; "" for a zombie, None if unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -154,21 +156,21 @@ def lock_descriptor(descriptor: int) -> bool:
     return True
 
 
-def _has_ended(age: float | None, is_free: bool | None, is_of_here: bool, seconds: float) -> bool:
-    """The one rule: its lock is free and this machine sees its locks, or the lock says nothing and time has passed."""
+def _has_ended(age: float | None, is_free: bool | None, is_local: bool, seconds: float) -> bool:
+    """True when the lock is free and this machine sees it, or there is no lock information and it is old enough."""
     if is_free is False or age is None:
         return False
-    return (is_free is True and is_of_here) or age > seconds
+    return (is_free is True and is_local) or age > seconds
 
 
 def _can_lock(path: Path) -> bool | None:
-    """Whether nobody has a lock on the file `path`; None where locks say nothing, as in `hold_lock`."""
+    """Whether no process has a lock on the file `path`; None if unknown, as in `hold_lock`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that ask are not in each other's way
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: concurrent checks do not disturb each other
     except OSError as error:
         return False if isinstance(error, BlockingIOError) else None
     finally:
@@ -179,11 +181,6 @@ def _can_lock(path: Path) -> bool | None:
 def _machine_mark() -> str:
     """A hash of the machine id, eight hex digits."""
     return f"{zlib.crc32((machine_id() or socket.gethostname()).encode()):08x}"
-
-
-def _is_of_here(owner: str) -> bool:
-    named = _MACHINE.fullmatch(owner)
-    return named is not None and named["machine"] == _machine_mark()
 
 
 def _age_seconds(path: Path) -> float | None:

@@ -1,7 +1,7 @@
-"""Buckets through obstore (S3, Google, Azure and compatible ones) as stores: client, uploads, errors.
+"""Buckets through obstore (S3, Google, Azure and compatible services) as stores: client, uploads, errors.
 
-An object appears when its last byte is there: in one request, or as a multipart upload that is completed at its end.
-Readers ask for the version that they opened, so that an object which is written over becomes an error.
+An object appears as a whole: by one request, or when its multipart upload is completed. Readers request the version
+that they opened, so an object that is overwritten meanwhile becomes an error.
 """
 
 import errno
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import obstore
 from obstore import exceptions
@@ -34,16 +34,16 @@ from ft_ckpt.storage.store import Folder, FolderListing, Store, Stored, checked_
 
 ABSENT = (FileNotFoundError, exceptions.NotFoundError)
 TAKEN = (FileExistsError, exceptions.AlreadyExistsError)
-_REFUSED = ("401", "403")  # begin the reasons of stores that do not take the credentials
+_REFUSED = ("401", "403")  # status codes of refused credentials
 _CLIENT = (exceptions.BaseError, OSError, ValueError)
-_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")  # as the stores say it
-_CUT_OFF = ("response body error", "invalid list response", "invalid DeleteObjects response")  # as the client says it
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")  # error codes of the services
+_CUT_OFF = ("response body error", "invalid list response", "invalid DeleteObjects response")  # messages of the client
 _T = TypeVar("_T")
 
 
 @contextmanager
 def reading_object(where: str) -> Iterator[None]:
-    """Errors of the block come out as MissingError, CorruptError (another version), ConfigError or UnreadableError."""
+    """Convert errors of the block into MissingError, CorruptError (another version), ConfigError or UnreadableError."""
     try:
         yield
     except CheckpointError:
@@ -63,7 +63,7 @@ def reading_object(where: str) -> Iterator[None]:
 
 @contextmanager
 def writing_object(where: str) -> Iterator[None]:
-    """Errors of the block come out as ConfigError or TargetError."""
+    """Convert errors of the block into ConfigError or TargetError."""
     try:
         yield
     except CheckpointError:
@@ -77,24 +77,22 @@ def writing_object(where: str) -> Iterator[None]:
 
 
 def missing_object(where: str) -> MissingError:
-    """The error for an object that is not there."""
     found = MissingError(f"{where}: no such object")
     found.errno = errno.ENOENT
     return found
 
 
 def changed_object(where: str) -> CorruptError:
-    """The error for an object that is no longer the one that was opened."""
+    """The error for an object that was replaced after it was opened."""
     return CorruptError(f"{where}: written over while it was read; read it again")
 
 
 def taken_name(where: str) -> NameTakenError:
-    """The error for an object that was to be made new."""
     return NameTakenError(f"{where}: is there already; nothing was written")
 
 
 def client_reason(error: BaseException) -> str:
-    """What the client says: status, code and message of the store, or its own first line; the rest is its insides."""
+    """Status, code and message of the service, or the first line of the client's error; the rest is internal."""
     text = str(error)
     status, code = re.search(r"status code: (\d+ [A-Za-z ]+)", text), re.search(r"<Code>(.*?)</Code>", text)
     if status is None:
@@ -106,7 +104,7 @@ def client_reason(error: BaseException) -> str:
 
 
 def until_whole(ask: Callable[[], _T], tries: int = 3) -> _T:
-    """What `ask` gives; it is asked again where an answer was cut off, which the client does not do by itself."""
+    """The result of `ask`, which is repeated if its response was cut off: the client does not retry that itself."""
     try:
         return ask()
     except exceptions.BaseError as error:
@@ -116,7 +114,7 @@ def until_whole(ask: Callable[[], _T], tries: int = 3) -> _T:
 
 
 def refuse_missing_bucket(where: str, error: BaseException) -> None:
-    """Raise ConfigError where it is the bucket that is not there: the client says the same of an object."""
+    """Raise ConfigError if the bucket does not exist: the client raises the same error for an object."""
     if any(code in str(error) for code in _NO_BUCKET):
         raise ConfigError(f"{where}: there is no such bucket; make it, or mend its name") from error
 
@@ -126,10 +124,14 @@ def _refuse_bad_name(where: str, error: BaseException) -> None:
         raise ConfigError(f"{where}: no name that an object can have ({client_reason(error)})") from error
 
 
-_VARIABLES = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}  # what those of a scheme begin with; all others are Azure's
+_VARIABLES = {
+    "s3": "AWS",
+    "s3a": "AWS",
+    "gs": "GOOGLE",
+}  # prefix of the environment variables; Azure's for all other schemes
 _CLIENT_SETTINGS = ("allow_http", "allow_invalid_certificates", "connect_timeout", "proxy_url", "timeout", "user_agent")
 _TIMEOUT = "3m"  # of one request, by the client's own clock: a part of an upload may take minutes on a slow line
-_RETRIES = {"retry_timeout": timedelta(minutes=30)}  # ten tries; some of them may have got no answer in their time
+_RETRIES = {"retry_timeout": timedelta(minutes=30)}  # ten tries, some of which may time out
 
 
 def make_client(url: str, **options: Any) -> Any:
@@ -147,11 +149,11 @@ def make_client(url: str, **options: Any) -> Any:
 
 
 def client_options(url: str, **options: Any) -> dict[str, Any]:
-    """Our defaults, below what variables say, below `options`: the client takes each kind from one place only."""
+    """Defaults, overridden by environment variables, overridden by `options`: the client itself merges none of them."""
     start = _VARIABLES.get(url.partition("://")[0].lower(), "AZURE")
     found = {name: os.environ.get(f"{start}_{name.upper()}") for name in _CLIENT_SETTINGS}
-    said = {name: value for name, value in found.items() if value is not None}
-    client = {"timeout": _TIMEOUT, **said, **options.get("client_options", {})}
+    variables = {name: value for name, value in found.items() if value is not None}
+    client = {"timeout": _TIMEOUT, **variables, **options.get("client_options", {})}
     signed = {"unsigned_payload": True} if start == "AWS" and _uses_tls(options) else {}
     return {
         **signed,
@@ -172,8 +174,8 @@ def _uses_tls(options: dict[str, Any]) -> bool:
     return not any(str(endpoint).startswith("http:") for endpoint in given)
 
 
-_PART_BYTES, _MOST_PARTS = 16 << 20, 10_000  # of an upload; S3 takes no more parts than that
-_STREAMS = 4  # parts of one upload that are under way at once
+_PART_BYTES, _MOST_PARTS = 16 << 20, 10_000  # of an upload; the limit is S3's
+_STREAMS = 4  # parts of one upload that are sent in parallel
 
 
 def size_of_parts(size_bytes: int) -> int:
@@ -183,7 +185,7 @@ def size_of_parts(size_bytes: int) -> int:
 
 @dataclass
 class RemoteWriting:
-    """An upload under way: a thread takes the bytes in their order and sends them."""
+    """An upload in progress: a thread takes the bytes in order and sends them."""
 
     store: "ObjectStore"
     name: str
@@ -195,7 +197,7 @@ class RemoteWriting:
     _over: bool = False
     _dropped: bool = False
     _error: BaseException | None = None
-    _etag: str | None = None  # of what was sent, as the store has answered
+    _etag: str | None = None  # of the upload, from the response
     _change: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
 
@@ -205,7 +207,7 @@ class RemoteWriting:
         self._thread.start()
 
     def write(self, offset: int, memory: memoryview) -> None:
-        """Hand bytes over, see `Writable.write`; waits while a part is waiting to be sent."""
+        """Blocks while a whole part is waiting to be sent."""
         if offset + len(memory) > self.size_bytes:
             raise IncompleteError(f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}")
         with self._change:
@@ -220,7 +222,6 @@ class RemoteWriting:
             self._raise_failure()
 
     def finish(self) -> Stored:
-        """Complete the upload, see `Writable.finish`."""
         if self._arrived != self.size_bytes:
             missing = f"{self.name}: {self._arrived} of {self.size_bytes} bytes arrived; nothing is kept"
             self.abandon()
@@ -234,7 +235,6 @@ class RemoteWriting:
         return found
 
     def abandon(self) -> None:
-        """Abort the upload, see `Writable.abandon`."""
         self._dropped = True
         self._end()
 
@@ -252,7 +252,7 @@ class RemoteWriting:
 
     def _upload(self) -> None:
         try:
-            if not self.size_bytes and self._next_piece() is None:  # no stream of no bytes
+            if not self.size_bytes and self._next_piece() is None:  # an empty stream is not possible
                 obstore.put(self.store.client, self.store.key(self.name), b"", use_multipart=False)
                 return
             done = obstore.put(
@@ -263,7 +263,7 @@ class RemoteWriting:
                 chunk_size=self.part_bytes,
                 max_concurrency=_STREAMS,
             )
-            self._etag = done["e_tag"] or None  # Ceph's gateway says none
+            self._etag = done["e_tag"] or None  # Ceph's gateway returns none
         except BaseException as error:  # noqa: BLE001 - raised by the next write, or by finish
             with self._change:
                 self._error = None if self._dropped else error
@@ -276,8 +276,8 @@ class RemoteWriting:
     def _next_piece(self) -> bytes | None:
         with self._change:
             self._change.wait_for(lambda: self._ready or self._over)
-            if self._dropped:
-                _abort()
+            if self._dropped:  # an error in the iterator makes the client abort the upload
+                raise InterruptedError("the upload is dropped")
             if not self._ready:
                 return None
             piece = self._ready.popleft()
@@ -286,20 +286,15 @@ class RemoteWriting:
             return piece
 
 
-def _abort() -> NoReturn:
-    """End the iterator of an upload by an error: the client then takes back what it has sent."""
-    raise InterruptedError("the upload is dropped")
-
-
-_FIRST_BYTES = 256 << 10  # that come with the opening of an object: a request takes as long as a megabyte
-_MADE_UP = "~"  # begins the version of an object that the store gives none
+_FIRST_BYTES = 256 << 10  # read when an object is opened: a request takes as long as a megabyte
+_MADE_UP = "~"  # prefix of our version of an object without an etag
 
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """The objects of `client` below `prefix` ("" or a path with a slash at its end); `url` names it to people."""
+    """The objects of `client` below `prefix` ("" or a path with a slash at its end); `url` is for messages."""
 
-    client: Any = field(repr=False)  # some panic when they are shown
+    client: Any = field(repr=False)  # the repr of some clients panics
     url: str
     prefix: str = ""
 
@@ -318,7 +313,6 @@ class ObjectStore:
 
     @property
     def parent(self) -> "ObjectStore | None":
-        """The store one step up in the prefix; None where there is no prefix."""
         if not self.prefix:
             return None
         above = self.prefix.rstrip("/").rpartition("/")[0]
@@ -328,7 +322,7 @@ class ObjectStore:
         return ObjectStore(self.client, self.where(folder), f"{self.prefix}{checked_name(folder)}/")
 
     def key(self, name: str) -> str:
-        """The name of an object in the client. Raises ConfigError for one that no store may have."""
+        """The name of an object in the client. Raises ConfigError for an invalid one."""
         return self.prefix + checked_name(name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -341,7 +335,7 @@ class ObjectStore:
         return bytes(memory)
 
     def open(self, name: str) -> "RemoteObject":
-        """Open an object by its first bytes, so that all of a small one comes with one request."""
+        """Open an object by reading its first bytes, so that a small one takes one request."""
         try:
             with reading_object(self.where(name)):
                 facts, first = until_whole(lambda: self._first_bytes(name))
@@ -349,17 +343,17 @@ class ObjectStore:
             found = self.stat(name) if "range" in str(error).lower() else None
             if found is None or found.size_bytes:
                 raise
-            return RemoteObject(self, name, 0, found.version)  # in no bytes there is no range
+            return RemoteObject(self, name, 0, found.version)  # an empty object has no range
         found = self._stored(facts)
         if len(first) != min(_FIRST_BYTES, found.size_bytes):
             raise CorruptError(f"{self.where(name)}: {len(first)} of its first bytes came; read it again")
         return RemoteObject(self, name, found.size_bytes, found.version, first)
 
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
-        """Write a small object in one request, see `Store.write`.
+        """Write a small object in one request.
 
-        With `create_only`, an answer that was lost may come as NameTakenError, though it is our bytes that are there:
-        who has to know reads them back.
+        With `create_only`, a lost response may become a NameTakenError although our bytes were written: read them back
+        where that matters.
         """
         if create_only:
             self._create(name, data)
@@ -368,7 +362,7 @@ class ObjectStore:
             obstore.put(self.client, self.key(name), data, use_multipart=False)
 
     def create(self, name: str, size_bytes: int) -> "RemoteWriting":
-        """A multipart upload, in the background. Bytes ahead of a gap are held in memory until it is filled."""
+        """A multipart upload in the background. Bytes behind a gap are kept in memory until it is filled."""
         checked_name(name)
         return RemoteWriting(self, name, size_bytes)
 
@@ -378,7 +372,6 @@ class ObjectStore:
         return sorted((self._stored(each) for page in found for each in page), key=lambda each: each.name)
 
     def list_folder(self, prefix: str = "") -> FolderListing:
-        """The folders and objects directly in `prefix`, by one listing with a delimiter."""
         with reading_object(self.where(prefix)):
             found = until_whole(lambda: obstore.list_with_delimiter(self.client, self._folder_key(prefix)))
         names = sorted(str(each).rstrip("/").rsplit("/", 1)[-1] for each in found["common_prefixes"])
@@ -394,7 +387,7 @@ class ObjectStore:
             return None
 
     def copy(self, name: str, other: str, source: Store | None = None) -> bool:
-        """A copy that the service makes by itself, see `Store.copy`; False between two of them."""
+        """A copy on the server; False between two clients."""
         store, goal = self if source is None else source, self.key(other)
         if not isinstance(store, ObjectStore) or store.client is not self.client:
             return False
@@ -408,12 +401,11 @@ class ObjectStore:
         return True
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects, as many in one request as the store takes."""
         doomed = [self.key(name) for name in names]
         with writing_object(self.url):
             try:
                 until_whole(lambda: obstore.delete(self.client, doomed))
-            except ABSENT as error:  # some stores say so, and stop there
+            except ABSENT as error:  # some services stop at the first missing object
                 refuse_missing_bucket(self.url, error)
                 for name in doomed:
                     with suppress(*ABSENT):
@@ -426,8 +418,8 @@ class ObjectStore:
         return f"{self.url}/{name}" if name else self.url
 
     def _first_bytes(self, name: str) -> tuple[Any, bytes]:
-        asked: Any = {"range": (0, _FIRST_BYTES)}
-        answer = obstore.get(self.client, self.key(name), options=asked)
+        options: Any = {"range": (0, _FIRST_BYTES)}
+        answer = obstore.get(self.client, self.key(name), options=options)
         return answer.meta, bytes(answer.bytes())
 
     def _create(self, name: str, data: bytes, tries: int = 3) -> None:
@@ -441,27 +433,29 @@ class ObjectStore:
                 raise taken_name(self.where(name)) from error
             if tries == 1:
                 raise
-            self._create(name, data, tries - 1)  # another one stopped it, which came to nothing
+            self._create(name, data, tries - 1)  # lost against a writer that then failed
 
     def _folder_key(self, folder: str) -> str | None:
         return self.key(folder) if folder else self.prefix or None
 
     def _stored(self, found: Any) -> Stored:
-        modified = float(int(found["last_modified"].timestamp()))  # a head gives no more, a listing may
-        etag = _quoted(found.get("e_tag"))
+        modified = float(int(found["last_modified"].timestamp()))  # whole seconds, as a HEAD response gives it
+        etag = found.get("e_tag")
+        if etag is not None and etag.startswith("0x"):  # from Azure's listings; its other responses quote it
+            etag = f'"{etag}"'
         version = etag or f"{_MADE_UP}{modified}-{found['size']}"
         return Stored(found["path"].removeprefix(self.prefix), found["size"], modified, version, etag)
 
 
 @dataclass
 class RemoteObject:
-    """An object that was looked up."""
+    """An open object of a bucket."""
 
     store: ObjectStore
     name: str
     size_bytes: int
     version: str
-    first: bytes = field(default=b"", repr=False)  # what came when it was opened
+    first: bytes = field(default=b"", repr=False)  # bytes that were read when it was opened
     can_map = False
 
     @property
@@ -486,7 +480,7 @@ class RemoteObject:
         with reading_object(self.where):
             answer = obstore.get(self.store.client, self.store.key(self.name), options=options)
             found = answer.bytes()
-        if has_version and answer.meta["e_tag"] != self.version:  # some stores pass over conditions
+        if has_version and answer.meta["e_tag"] != self.version:  # some services ignore conditions
             raise changed_object(self.where)
         if len(found) != len(memory):
             raise CorruptError(
@@ -503,9 +497,4 @@ class RemoteObject:
             raise changed_object(self.where)
 
     def close(self) -> None:
-        """Nothing is held."""
-
-
-def _quoted(etag: str | None) -> str | None:
-    """The tag of a version as all answers but Azure's listings have it."""
-    return f'"{etag}"' if etag is not None and etag.startswith("0x") else etag
+        """Nothing to release."""

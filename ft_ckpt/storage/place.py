@@ -24,11 +24,11 @@ from ft_ckpt.storage.store import FREE, Access, Readable, is_name
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "memory")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/]*)/*(.*)", re.DOTALL)
 _OPEN: dict[str, "tuple[ObjectStore, dict[str, Any]]"] = {}
-_SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")  # begin the variables that a client reads when it is made
+_SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")  # prefixes of the environment variables that a client reads
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
-    """Whether `place` is the URL of a store of objects, and no path."""
+    """Whether `place` is the URL of an object store, not a path."""
     found = _URL.fullmatch(os.fspath(place))
     return found is not None and found[1].lower() in SCHEMES
 
@@ -36,9 +36,9 @@ def is_url(place: str | os.PathLike[str]) -> bool:
 def open_store(place: str | os.PathLike[str], **options: Any) -> Store:
     """The store at `place`: the path of a local folder, or a URL (s3://, gs://, az://, memory://).
 
-    `options` go to the client of an object store, which is made once for a bucket and its options; credentials,
-    endpoint and region are taken from the variables that the stores' own tools take them from. Raises ConfigError for
-    a URL that no client knows or that holds a key, and where the package for object stores is missing.
+    `options` go to the client of an object store, which is made once for each bucket and options; credentials, endpoint
+    and region come from the environment variables that the services' own tools use. Raises ConfigError for a URL that
+    no client supports or that contains a key, and if the package for object stores is not installed.
     """
     text = os.fspath(place)
     found = _URL.fullmatch(text)
@@ -59,21 +59,21 @@ def refuse_secrets(url: str, other_way: str) -> None:
 
 
 def _open_bucket(url: str, options: dict[str, Any]) -> "ObjectStore":
-    """The store of a whole bucket: one client for the same options and variables, so that its connections are kept."""
+    """The store of a whole bucket: one client for equal options and variables, so that its connections are reused."""
     try:
-        from ft_ckpt.storage.object_store import ObjectStore  # here, so that local runs do not need the client
+        from ft_ckpt.storage.object_store import ObjectStore  # lazily: local runs do not need the client
     except ModuleNotFoundError as error:
         raise ConfigError(f"{url}: object stores need obstore; run `pip install 'ft_ckpt[remote]'`") from error
     variables = sorted(item for item in os.environ.items() if item[0].upper().startswith(_SETTINGS))
-    asked = repr((url, sorted(options.items()), variables))
-    if asked not in _OPEN:
-        _OPEN[asked] = ObjectStore.from_url(url, **options), options  # what repr names by its address has to stay
-    return _OPEN[asked][0]
+    key = repr((url, sorted(options.items()), variables))
+    if key not in _OPEN:
+        _OPEN[key] = ObjectStore.from_url(url, **options), options  # kept alive: repr may identify them by address
+    return _OPEN[key][0]
 
 
 @dataclass(frozen=True)
 class Place:
-    """The object or folder `name` of a store; the store itself where that is empty. As text, what people write."""
+    """The object or folder `name` of a store; the store itself if `name` is empty. `str` gives the path or URL."""
 
     store: Store
     name: str = ""
@@ -88,7 +88,7 @@ class Place:
 
     @property
     def absolute(self) -> "Place":
-        """The same, wherever this process goes from its working directory."""
+        """The same place, independent of the working directory."""
         if not isinstance(self.store, LocalStore):
             return self
         return Place(replace(self.store, folder=self.store.folder.absolute()), self.name)
@@ -121,7 +121,7 @@ class Place:
         return self.is_object or self.folder.list_folder().exists
 
     def open(self) -> Readable:
-        """Open the object. Raises MissingError when nothing is there, LoadError for what is no file."""
+        """Open the object. Raises MissingError if it does not exist, LoadError if it is not a file."""
         try:
             return self.store.open(self.name)
         except (MissingError, UnreadableError):
@@ -132,7 +132,7 @@ class Place:
             raise LoadError(f"{self}: a folder, or no regular file; name a file") from error
 
     def folders_around(self, levels: int = 4) -> Iterator[tuple[Store, str]]:
-        """It as a folder, and those it lies in, the nearest first; each with the name of this place there."""
+        """This folder and its parents, nearest first, each with the name of this place in it."""
         here, name = self.folder, ""
         for _ in range(levels):
             yield here, name
@@ -143,12 +143,12 @@ class Place:
 
 
 def open_place(place: "str | os.PathLike[str] | Place", **options: Any) -> Place:
-    """What a path or a URL (s3://, gs://, az://, memory://) leads to; every function that takes these takes it as well.
+    """The place of a path or URL (s3://, gs://, az://, memory://); functions that take these also take a `Place`.
 
-    `options` go to the client of an object store, as `obstore.store.from_url` takes them (endpoint, region, keys,
-    "client_options", "retry_config"); what they do not say is taken from the variables AWS_*, GOOGLE_* and AZURE_*. A
-    `Place` is one already. Nothing is asked of the store yet. Raises ConfigError for a URL that leads to no store, and
-    where the package for object stores is missing.
+    `options` go to the client of an object store, as for `obstore.store.from_url` (endpoint, region, keys,
+    "client_options", "retry_config"); the variables AWS_*, GOOGLE_* and AZURE_* give the others. A `Place` is returned
+    as it is. No request is made yet. Raises ConfigError for a URL of an unknown kind, and if the package for object
+    stores is not installed.
     """
     if isinstance(place, Place):
         return place
@@ -162,9 +162,9 @@ def open_place(place: "str | os.PathLike[str] | Place", **options: Any) -> Place
 
 
 def source_access(found: Place, origin: Place, goal: Place) -> Access:
-    """Who may read what is made at `goal` of the file or folder `found`, which people call `origin`.
+    """The access to something made at `goal` from the file or folder `found`, called `origin` by the user.
 
-    On this machine those who may read all files of it and enter its folders; FREE for what comes from a bucket.
+    On local disks, that of everyone who may read all its files and enter its folders; FREE if a bucket is involved.
     """
     if not all(isinstance(each.store, LocalStore) for each in (found, origin, goal)):
         return FREE
@@ -172,7 +172,7 @@ def source_access(found: Place, origin: Place, goal: Place) -> Access:
 
 
 def location_name(location: Path | str) -> str:
-    """The last step of what `Place.location` is: what a file or folder is called."""
+    """The last component of a `Place.location`."""
     return location.name if isinstance(location, Path) else location.rpartition("/")[2]
 
 

@@ -27,17 +27,13 @@ from ft_ckpt.storage.writer import Region
 SMALL_COPY_BYTES = 8 << 20  # objects up to it are written in one call
 
 
-def _pass_over(_content: memoryview) -> None:
-    pass
-
-
 def copy_object(
-    file: Readable, store: Store, name: str, watch: Callable[[memoryview], None] = _pass_over
+    file: Readable, store: Store, name: str, watch: Callable[[memoryview], object] = lambda _: None
 ) -> Stored | None:
-    """Write all of an open object into `store`, durably, under `name`; what is there then, unless it is small.
+    """Write all of an open object into `store`, durably, as `name`; returns the stored object, None for a small one.
 
-    Raises what reading and writing do. `watch` sees all bytes in their order, before they are written. Between folders
-    of this machine nobody may read the copy who may not read the file.
+    `watch` is called with all bytes in order, before they are written. Between local folders the copy is no more open
+    than the file. Raises what reading and writing do.
     """
     source = file.inner if isinstance(file, KeptFile) else file
     if isinstance(store, LocalStore) and isinstance(source, LocalFile):
@@ -60,7 +56,7 @@ def copy_object(
 
 
 def local_version(file: Readable) -> LocalFile:
-    """An open object as a file of this machine: itself, or a copy that is deleted when nothing uses it any more."""
+    """An open object as a local file: itself, or a copy that is deleted when nothing refers to it any more."""
     file = file.inner if isinstance(file, KeptFile) else file
     if isinstance(file, LocalFile):
         return file
@@ -74,16 +70,16 @@ def local_version(file: Readable) -> LocalFile:
 
 
 def leads_out(folder: Store, name: str) -> bool:
-    """True if a link on the way to `name` leads out of `folder`, and not into the blobs of the Hub's cache."""
+    """True if a link in the path of `name` leads out of `folder`, except into the blobs of the Hub's cache."""
     here, real = PurePosixPath(folder.identity), PurePosixPath(folder.within(name).identity)
     roots = [here, here.parent.parent / "blobs"] if here.parent.name == "snapshots" else [here]
     return not any(real.is_relative_to(root) for root in roots)
 
 
 def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> None:
-    """Raise CorruptError listing `names` (None: everything in `folder`) that are not regular files inside of it.
+    """Raise CorruptError listing those of `names` (None: everything in `folder`) that are not regular files inside it.
 
-    Links inside of the folder are followed. Names that are not there are passed over.
+    Links within the folder are followed. Names that do not exist are skipped.
     """
     if not isinstance(folder, LocalStore):
         return
@@ -91,14 +87,14 @@ def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> Non
     if names is None:
         found = (Path(at, name) for at, folders, files in os.walk(top) for name in (*folders, *files))
         names = [path.relative_to(top).as_posix() for path in found if path.is_symlink() or not path.is_dir()]
-    odd = [
+    invalid = [
         name
         for name in names
         if os.path.lexists(top / name)
         and (leads_out(folder, name) or not ((top / name).is_file() or (is_all and (top / name).is_dir())))
     ]
-    if odd:
-        raise CorruptError(f"{top}: {listing(odd, ', ')}: expected regular files inside of the folder")
+    if invalid:
+        raise CorruptError(f"{top}: {listing(invalid, ', ')}: expected regular files inside of the folder")
 
 
 def check_prefix_inside(folder: Store, prefix: str) -> None:
@@ -109,16 +105,11 @@ def check_prefix_inside(folder: Store, prefix: str) -> None:
         check_files_inside(folder, [f"{above}/{name}".lstrip("/") for name in names])
 
 
-def _is_any(_name: str) -> bool:
-    return True
-
-
 @contextmanager
-def local_folder(place: Place, wanted: Callable[[str], bool] = _is_any) -> Iterator[Path]:
-    """The path of a folder on this machine while the block runs: its own, or of a copy of the `wanted` objects in it.
+def local_folder(place: Place, wanted: Callable[[str], bool] = lambda _: True) -> Iterator[Path]:
+    """A local path of a folder while the block runs: its own, or a copy of the `wanted` objects in it.
 
-    The wanted files of a checkpoint count as read, see `proofs`. What the block raises names the place and not
-    the copy.
+    The wanted files of a checkpoint count as read, see `proofs`. Errors of the block name the place, not the copy.
     """
     store = place.folder
     if isinstance(store, SourceFolder) and store.proof is not None:
@@ -145,8 +136,8 @@ def _renamed(text: object, before: str, after: str) -> object:
     return printable_lines(text).replace(printable(before), printable(after)) if isinstance(text, str) else text
 
 
-_MEMORY, _PLENTY_BYTES = "/dev/shm", 1 << 30  # noqa: S108 - a folder of its own is made in it
-_NAME_BYTES = 150  # of a target's name in that of a hidden folder; 255 are allowed
+_MEMORY, _PLENTY_BYTES = "/dev/shm", 1 << 30  # noqa: S108 - used for a new folder in it
+_NAME_BYTES = 150  # of the target's name in the hidden folder's; 255 are allowed
 
 
 def object_target(path: str | os.PathLike[str] | Place) -> Place:
@@ -167,12 +158,12 @@ def object_target(path: str | os.PathLike[str] | Place) -> Place:
 
 @contextmanager
 def replaced_object(target: Place, access: Access = FREE) -> Iterator[Place]:
-    """Yield a place at which the block makes an object, which then becomes `target`, durably, or nothing does.
+    """Yield a place at which the block makes an object, which then replaces `target` durably and atomically.
 
-    On a disk, where the folder of `target` is made if it is missing, it gets the group and permissions of the file that
-    it replaces, and is open to nobody beyond `access`. In a bucket it is `target` itself, since objects appear whole
-    there; if the block raises after that, the object is deleted. Raises OSError, TargetError, and CorruptError where it
-    was made of damaged checkpoints.
+    On a disk the folder of `target` is made if it is missing; the file gets the group and permissions of the one that
+    it replaces, limited by `access`. In a bucket the place is `target` itself, because objects appear as a whole there;
+    if the block raises afterwards, the object is deleted. Raises OSError, TargetError, and CorruptError if it was made
+    of damaged checkpoints.
     """
     store = target.store
     if isinstance(store, LocalStore):
@@ -200,7 +191,7 @@ def replaced_object(target: Place, access: Access = FREE) -> Iterator[Place]:
 
 @contextmanager
 def scratch_file(target: Place) -> Iterator[Path]:
-    """Yield a path at which a library makes a file, which then becomes `target`, as `replaced_object` says."""
+    """Yield a path at which a library makes a file, which then becomes `target`, see `replaced_object`."""
     with replaced_object(target) as stage:
         if isinstance(stage.store, LocalStore):
             yield stage.store.path(stage.name)
@@ -213,7 +204,7 @@ def scratch_file(target: Place) -> Iterator[Path]:
 
 @contextmanager
 def scratch_folder(store: Store) -> Iterator[Path]:
-    """The path of a folder that a library fills: the store's own, else one whose files become objects of the store."""
+    """The path of a folder for a library to fill: the local store itself, or one that is copied into the store."""
     if isinstance(store, LocalStore):
         yield store.folder
         return
@@ -225,12 +216,12 @@ def scratch_folder(store: Store) -> Iterator[Path]:
 
 
 def spool_file(folder: Path | None = None) -> BinaryIO:
-    """A file without a name and without a buffer, on the disk of `folder`, if given; gone when it is closed."""
+    """An unnamed, unbuffered file, on the disk of `folder` if given; deleted when it is closed."""
     return cast("BinaryIO", tempfile.TemporaryFile(dir=folder, buffering=0))
 
 
 def files_made_by(make: Callable[[Path], object]) -> dict[str, bytes]:
-    """The files that `make` leaves in an empty folder, by their paths in it; they are small.
+    """The small files that `make` writes into an empty folder, by relative path.
 
     Raises TargetError or NoSpaceError when they cannot be written.
     """
@@ -241,7 +232,7 @@ def files_made_by(make: Callable[[Path], object]) -> dict[str, bytes]:
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
-    """All files in a folder and below it, by their paths in it."""
+    """All files in a folder and below it, by relative path."""
     store = LocalStore(folder)
     return {each.name: store.read(each.name) for each in store.list()}
 
@@ -279,7 +270,7 @@ def track_progress(
 
 @contextmanager
 def track_bytes(total_bytes: int, label: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that takes the bytes which have come, and shows them in a bar where that is worth it."""
+    """Yield a function that takes the number of bytes done, and shows a bar for large totals on a terminal."""
     if total_bytes < _WORTH_SHOWING_BYTES or not sys.stderr.isatty():
         yield lambda _size_bytes: None
         return

@@ -1,8 +1,8 @@
-"""The interfaces of a store: a local folder or the prefix of a bucket; access rights of new files.
+"""The interfaces of a store (a local folder or the prefix of a bucket); access rights of new files.
 
-A store holds objects under names: relative paths with forward slashes, see `is_inside`. Folders exist as far as
-names have slashes. All errors are ours: ConfigError for a name that the store cannot have, MissingError, CorruptError
-or UnreadableError while reading, TargetError, NoSpaceError or NameTakenError while writing.
+A store contains objects by name: relative paths with forward slashes, see `is_inside`. Folders exist implicitly, by the
+slashes in names. Stores raise ConfigError for an invalid name, MissingError, CorruptError or UnreadableError on
+reading, TargetError, NoSpaceError or NameTakenError on writing.
 """
 
 import re
@@ -21,9 +21,9 @@ from dataclasses import replace
 
 
 def is_name(path: object) -> bool:
-    """True for a relative path in its plainest form (no "..", ".", empty step or NUL) that can be a name.
+    """True for a normalised relative path (no "..", ".", empty component or NUL).
 
-    Surrogates from dc80 to dcff stand for the bytes of a name that is not UTF-8, other ones for nothing.
+    Surrogates from dc80 to dcff stand for the bytes of a name that is not UTF-8; other surrogates are invalid.
     """
     if not isinstance(path, str) or re.search("[\0\ud800-\udc7f\udd00-\udfff]", path):
         return False
@@ -31,16 +31,16 @@ def is_name(path: object) -> bool:
 
 
 def is_inside(path: object) -> bool:
-    """Whether a file may name `path`: a name that means the same on every system, so without a backslash."""
+    """Whether a manifest may contain `path`: a name that means the same on every system, so without a backslash."""
     return is_name(path) and "\\" not in str(path)
 
 
 def is_utf8(text: str) -> bool:
-    """True when `text` survives UTF-8: it has no lone halves of surrogate pairs."""
+    """True when `text` can be encoded as UTF-8: it has no lone surrogates."""
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-MOST_TEXT_BYTES = 256 << 20  # of a config, an index or another document that is read whole
+MOST_TEXT_BYTES = 256 << 20  # of a config, an index or another document
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Stored:
     name: str
     size_bytes: int
     modified: float  # unix seconds, by the clock of the store
-    version: str  # another one whenever the bytes are replaced
-    etag: str | None = None  # the version, if it is one that the store itself gives and keeps
+    version: str  # differs whenever the bytes are replaced
+    etag: str | None = None  # the version, if the service itself assigns it
 
 
 @dataclass(frozen=True)
 class Folder:
-    """One folder of a store; all names of one folder (links to it) have the `identity` of its store, see `within`."""
+    """One folder of a store; links to it have the same `identity`, see `within`."""
 
     name: str
     identity: str
@@ -67,13 +67,13 @@ class Folder:
 class FolderListing:
     """The contents of one folder, by name; folders that are links come after the others."""
 
-    exists: bool  # in a bucket, folders are there when something is in them
+    exists: bool  # in a bucket, a folder exists while it contains something
     folders: tuple[Folder, ...]
     objects: tuple[Stored, ...]
 
 
 class Readable(Protocol):
-    """An object that is open for reading: always the bytes of the moment it was opened at, or an error."""
+    """An object that is open for reading: always the bytes it had when it was opened, or an error."""
 
     name: str
     size_bytes: int
@@ -81,12 +81,12 @@ class Readable(Protocol):
 
     @property
     def where(self) -> str:
-        """The object as people write it, for messages."""
+        """The path or URL of the object, for messages."""
         ...
 
     @property
     def can_map(self) -> bool:
-        """Whether its bytes can be mapped; else every range is read from afar."""
+        """Whether its bytes can be mapped; if not, each range is a remote request."""
         ...
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
@@ -94,7 +94,7 @@ class Readable(Protocol):
         ...
 
     def map(self) -> "MappedBytes | None":
-        """All bytes without a copy, as memory whose changes reach nobody; None where the system gives no mapping."""
+        """All bytes as private, writable memory without a copy; None if they cannot be mapped."""
         ...
 
     def check(self) -> None:
@@ -107,7 +107,7 @@ class Readable(Protocol):
 
 
 class Writable(Protocol):
-    """A new object that is being written; nobody sees it before `finish`."""
+    """A new object that is being written; not visible before `finish`."""
 
     def write(self, offset: int, memory: memoryview) -> None:
         """Write `memory` at `offset`: each byte once, in any order, from any thread. `memory` may be reused after."""
@@ -118,7 +118,7 @@ class Writable(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Drop the object; nothing of it stays. Raises nothing, also after `finish`, which it does not undo."""
+        """Drop the unfinished object. Raises nothing; after `finish` it does nothing."""
         ...
 
 
@@ -127,25 +127,25 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """The place as people write it: a path, or scheme://bucket/prefix."""
+        """A path, or scheme://bucket/prefix."""
         ...
 
     @property
     def identity(self) -> str:
-        """The one name of this store: equal for two that are reached by different links."""
+        """The canonical name of this store: equal for different links to it."""
         ...
 
     @property
     def parent(self) -> "Store | None":
-        """The store that this one is a folder of; None at the top."""
+        """The store that contains this folder; None at the top."""
         ...
 
     def within(self, folder: str) -> "Store":
-        """The store of what is below `folder`."""
+        """The store of the folder `folder` in this one."""
         ...
 
     def where(self, name: str) -> str:
-        """An object as people write it, for messages."""
+        """The path or URL of an object, for messages."""
         ...
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -161,34 +161,31 @@ class Store(Protocol):
         ...
 
     def create(self, name: str, size_bytes: int) -> Writable:
-        """A new object of exactly `size_bytes`, which replaces the one of that name when it is finished."""
+        """A new object of exactly `size_bytes`; replaces the one of that name when it is finished."""
         ...
 
     def list(self, prefix: str = "") -> list[Stored]:
-        """All objects in the folder `prefix` and below it, by name; none when there is no such folder."""
+        """All objects in the folder `prefix` and below it, sorted by name; empty if there is no such folder."""
         ...
 
     def list_folder(self, prefix: str = "") -> FolderListing:
-        """The folders and objects directly in the folder `prefix`, where there is one."""
+        """The folders and objects directly in the folder `prefix`."""
         ...
 
     def stat(self, name: str) -> Stored | None:
-        """The object, unopened; None when there is none."""
+        """The object without opening it; None if it does not exist."""
         ...
 
     def copy(self, name: str, other: str, source: "Store | None" = None) -> bool:
-        """Give the bytes of `name` the name `other`, too, without moving them here; False where that is impossible.
-
-        With a `source`, `name` is an object of that store.
-        """
+        """Copy or link the object `name` (of `source`, if given) to `other` inside the service; False if impossible."""
         ...
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects, durably; names that are not there are passed over."""
+        """Delete objects, durably; missing names are ignored."""
         ...
 
     def free_bytes(self) -> int | None:
-        """Bytes that can still be written; None where there is no limit."""
+        """Bytes that can still be written; None if there is no limit."""
         ...
 
 
@@ -197,27 +194,27 @@ class SharedStore(Store, Protocol):
     """A store in which several processes may write ranges of one object, in place."""
 
     def allocate(self, name: str, size_bytes: int) -> None:
-        """Take the space for the object that is `share`d under this name, which is made where it is not there."""
+        """Allocate the space of the object that will be `share`d under this name; creates it if it does not exist."""
         ...
 
     def share(self, name: str, size_bytes: int) -> Writable:
-        """A way for this process into an object that others write other ranges of; the first to come makes it.
+        """Open an object of which other processes write other ranges; the first process creates it.
 
-        It has its name from the start. `finish` makes the bytes of one process durable and cannot know whether all have
-        come; `abandon` leaves the object there.
+        It is visible from the start. `finish` makes the bytes of this process durable and does not check that all bytes
+        were written; `abandon` keeps the object.
         """
         ...
 
 
 def checked_name(name: str, may_be: Callable[[str], bool] = is_inside) -> str:
-    """`name`, if a store may have it. Raises ConfigError when it is absolute, empty or leads out of the store."""
+    """`name` if it is valid. Raises ConfigError when it is absolute, empty or leads out of the store."""
     if not may_be(name):
         raise ConfigError(f"{name!r}: no name of an object; expected a relative path with forward slashes, no '..'")
     return name
 
 
 def etag_of(store: Store, name: str) -> str | None:
-    """The version that the store itself gives an object; None where it gives none, or there is no object."""
+    """The version that the service assigned to an object; None if it assigns none, or there is no object."""
     found = store.stat(name)
     return None if found is None else found.etag
 
@@ -225,8 +222,8 @@ def etag_of(store: Store, name: str) -> str | None:
 def read_text(store: Store, name: str, limit_bytes: int = MOST_TEXT_BYTES, errors: str = "strict") -> str:
     """The UTF-8 text of an object; `errors` as for `bytes.decode`.
 
-    Raises MissingError when it is not there, UnreadableError when it cannot be read now, CorruptError when it is
-    something else, or larger than `limit_bytes`.
+    Raises MissingError if it does not exist, UnreadableError if it cannot be read now, CorruptError if it is not text
+    or larger than `limit_bytes`.
     """
     with closing(store.open(name)) as file:
         if file.size_bytes > limit_bytes:
@@ -238,7 +235,7 @@ def read_text(store: Store, name: str, limit_bytes: int = MOST_TEXT_BYTES, error
 
 
 def read_range(file: Readable, start: int, size_bytes: int) -> bytes:
-    """Up to `size_bytes` from byte `start` on: as many as there are."""
+    """Up to `size_bytes` bytes from `start` on; fewer at the end of the file."""
     memory = bytearray(max(0, min(size_bytes, file.size_bytes - start)))
     file.read_into(memoryview(memory), start)
     return bytes(memory)
@@ -246,9 +243,9 @@ def read_range(file: Readable, start: int, size_bytes: int) -> bytes:
 
 @dataclass(frozen=True)
 class Access:
-    """The most that the permission bits of new files and folders may be; the umask takes more of them away.
+    """Upper limits of the permission bits of new files and folders; the umask still applies.
 
-    The bits for the group are about `group`: in another one they go no further than those for everybody.
+    The group's bits refer to `group`: in another group they are limited to those for others.
     """
 
     file_bits: int = 0o777
@@ -262,14 +259,14 @@ class Access:
         return Access(one.file_bits & two.file_bits, one.folder_bits & two.folder_bits, group)
 
     def in_group(self, group: int | None) -> "Access":
-        """The same in another group."""
+        """The access if the file belongs to `group`."""
         if self.group in (None, group):
             return self
         return Access(_for_anyone(self.file_bits), _for_anyone(self.folder_bits), group)
 
     @property
     def for_file(self) -> "Access":
-        """The same for a file that leaves the folder: only those may read it who may enter that."""
+        """The access for a file that leaves the folder: also limited to those who may enter the folder."""
         inside = sum(0o7 << shift for shift in (0, 3, 6) if self.folder_bits >> shift & 1)
         return replace(self, file_bits=self.file_bits & inside | stat.S_IRUSR)
 

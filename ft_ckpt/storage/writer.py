@@ -1,11 +1,11 @@
 """Writes memory regions into new objects: one thread copies, several write, two digest.
 
-For few bytes one thread does it all: starting others takes longer.
+Few bytes are written by the calling thread: starting others takes longer.
 
-Bytes are copied into aligned blocks, from which a local store writes past the page cache (O_DIRECT) where the file
-system takes that: on most disks several times the rate of buffered writing followed by fsync. The copy also means that
-the memory may be reused the moment `put_region` returns. A file from front to back is one region after the other from
-byte 0 on; of a file that several ranks write, each puts its own.
+Bytes are copied into aligned blocks, from which a local store writes past the page cache (O_DIRECT) if the file system
+supports it: on most disks several times the rate of buffered writing followed by fsync. Because of the copy, the memory
+may be reused as soon as `put_region` returns. The regions of a whole file follow one another from byte 0 on; of a file
+that several ranks write, each puts its own regions.
 """
 
 import ctypes
@@ -32,10 +32,10 @@ class WriteTuning:
 
 
 def tuning_for(threads: int | None = None, direct: str = "auto", block_bytes: int = BLOCK_BYTES) -> WriteTuning:
-    """The way to write that these settings ask for: None and "auto" are the defaults, "on" is for small files, too."""
-    usual = WriteTuning()
-    least = {"auto": usual.direct_bytes, "on": 0, "off": None}[direct]
-    return WriteTuning(threads or usual.threads, block_bytes, least)
+    """The tuning for these settings: None and "auto" are the defaults; "on" writes small files past the cache, too."""
+    default = WriteTuning()
+    least = {"auto": default.direct_bytes, "on": 0, "off": None}[direct]
+    return WriteTuning(threads or default.threads, block_bytes, least)
 
 
 T = TypeVar("T")
@@ -44,12 +44,12 @@ _FEW_BYTES, _SMALL_BLOCK_BYTES = 32 << 20, 2 << 20
 
 @dataclass(frozen=True)
 class Region:
-    """The next bytes of a file: `address` on the host, alive until the region after it is asked for."""
+    """The next bytes of a file: `address` on the host, valid until the next region is requested."""
 
     start: int  # in the file, ascending
     address: int
     size_bytes: int
-    keeper: Any = None  # whatever owns the memory
+    keeper: Any = None  # the owner of the memory
 
 
 def region_of(start: int, data: bytes) -> Region:
@@ -59,7 +59,7 @@ def region_of(start: int, data: bytes) -> Region:
 
 
 def digest_regions(regions: Iterable[Region]) -> str:
-    """The digest that writing `regions` would give."""
+    """The digest of the file that writing `regions` would make."""
     digest = xxhash.xxh3_128()
     for region in regions:
         digest.update((ctypes.c_char * region.size_bytes).from_address(region.address))
@@ -67,14 +67,13 @@ def digest_regions(regions: Iterable[Region]) -> str:
 
 
 class CallingThread(Executor):
-    """Does what it is given at once, in the thread that gives it."""
+    """Runs each call at once, in the calling thread."""
 
     def submit(self, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
-        """What the call gives or raises, as a future that is done."""
         done: Future[T] = Future()
         try:
             done.set_result(call(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - for whoever asks for the result
+        except Exception as error:  # noqa: BLE001 - raised by `result`
             done.set_exception(error)
         return done
 
@@ -82,7 +81,7 @@ class CallingThread(Executor):
 class Writer:
     """Writer threads and the aligned blocks they share; one for all files of a save.
 
-    `local_bytes`: how many will be written, where that is known and all go to a disk of this machine.
+    `local_bytes`: the total to be written, if it is known and all of it goes to a local disk.
     """
 
     def __init__(self, tuning: WriteTuning | None = None, local_bytes: int | None = None) -> None:
@@ -91,7 +90,7 @@ class Writer:
         self.file_hasher: Executor
         self.tensor_hasher: Executor
         if local_bytes is not None and local_bytes <= _FEW_BYTES:
-            # small blocks, since memory that is new takes longer to touch than to write
+            # small blocks, because touching new memory takes longer than writing it
             self.tuning = replace(self.tuning, block_bytes=min(self.tuning.block_bytes, _SMALL_BLOCK_BYTES))
             self.pool = self.file_hasher = self.tensor_hasher = CallingThread()
         else:
@@ -101,9 +100,7 @@ class Writer:
             self.tensor_hasher = ThreadPoolExecutor(1, "ft_ckpt-hash-tensors")
         self.free: SimpleQueue[Block] = SimpleQueue()
         self.blocks: list[Block] = []
-        self.most_blocks = (
-            self.tuning.threads + 2
-        )  # one being filled, one on its way, the others under a writer's hands
+        self.most_blocks = self.tuning.threads + 2  # one is being filled, one is queued, the others are being written
 
     def __enter__(self) -> "Writer":
         return self
@@ -112,15 +109,15 @@ class Writer:
         for pool in (self.pool, self.file_hasher, self.tensor_hasher):
             pool.shutdown(wait=True)
         for block in self.blocks:
-            with suppress(BufferError):  # a view that an exception's traceback still holds; freed with it
+            with suppress(BufferError):  # an exception's traceback still has a view; freed with it
                 block.close()
 
     def take_block(self) -> Block:
-        """An aligned block, new while there are few; waits while all are being written."""
+        """An aligned block, new while there are few; waits until one is free."""
         if self.free.empty() and len(self.blocks) < self.most_blocks:
             self.blocks.append(new_block(self.tuning.block_bytes))
             return self.blocks[-1]
-        return self.free.get()  # that is the back-pressure
+        return self.free.get()  # back-pressure
 
     @contextmanager
     def fill(self, goal: Writable) -> Iterator["DurableFile"]:
@@ -149,7 +146,7 @@ class DurableFile:
     stored: Stored | None = None  # once it is finished
 
     def put_region(self, region: Region, tensor: Any = None) -> None:
-        """Copy a region, which may change as soon as this returns; `tensor` is a digest that it goes into as well."""
+        """Copy a region, which may change as soon as this returns; `tensor` is another digest to update with it."""
         start, address, left = region.start, region.address, region.size_bytes
         while left:
             block = self._block_at(start)
@@ -169,10 +166,10 @@ class DurableFile:
         if self.block is not None:
             self.writer.tensor_hasher.submit(update_digests, self.block, self.parts)
             self.parts = []
-        self.writer.tensor_hasher.submit(int).result()  # what was asked of it before is done
+        self.writer.tensor_hasher.submit(int).result()  # one thread: all earlier jobs are done
 
     def finish(self) -> str:
-        """Write what is left and make it durable; the digest of all regions, hexadecimal.
+        """Write the remaining bytes and make the object durable; returns the digest of all regions, hexadecimal.
 
         Raises what any write raised, and what `Writable.finish` raises.
         """
@@ -183,7 +180,7 @@ class DurableFile:
         return str(self.digest.hexdigest())
 
     def abandon(self) -> None:
-        """Let go of the object after an error; nothing is raised."""
+        """Abandon the object after an error; raises nothing."""
         wait(self.jobs)
         if self.block is not None:
             self.writer.free.put(self.block)
