@@ -33,24 +33,22 @@ _ASKED_AT_ONCE = 16  # manifests of a run in a bucket
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A committed checkpoint and what its manifest says."""
+    """A committed checkpoint and its manifest."""
 
     store: Store
     manifest: Manifest
 
     @property
     def place(self) -> Place:
-        """Where it is, for functions."""
         return Place(self.store)
 
     @property
     def path(self) -> Path | str:
-        """Where it is, for people: its path on this machine, or its URL."""
+        """Its path on this machine, or its URL."""
         return self.place.location
 
     @property
     def name(self) -> str:
-        """What its folder is called."""
         return self.place.last_step
 
 
@@ -74,13 +72,13 @@ def read_manifest(path: str | os.PathLike[str] | Place) -> Manifest:
     """The manifest of the checkpoint folder `path`, which may be a URL.
 
     Raises NotACheckpointError when nothing is committed there; ManifestError when the manifest is damaged, from a
-    newer ft_ckpt, or names a place outside the folder; UnreadableError when the system would not read it just now.
+    newer ft_ckpt, or contains a path outside the folder; UnreadableError when it cannot be read now.
     """
     return load_manifest(open_place(path).folder)
 
 
 def load_manifest(store: Store) -> Manifest:
-    """The manifest of the checkpoint that `store` holds. Raises as `read_manifest` does."""
+    """The manifest of the checkpoint in `store`. Raises as `read_manifest` does."""
     return parse_manifest(manifest_text(store), store.where(MANIFEST_NAME))
 
 
@@ -99,14 +97,14 @@ def manifest_text(store: Store) -> str:
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
-    """The manifest that `text` is, all of its paths inside of its folder. Raises ManifestError, naming `where`."""
+    """Parse a manifest and check that its paths stay inside its folder. Raises ManifestError, naming `where`."""
     manifest = manifest_from_json(text, where)
     check_paths(manifest, where)
     return manifest
 
 
 def why_no_checkpoint(store: Store) -> str:
-    """Why a folder is no checkpoint, and what to do: it is not there, holds checkpoints, or was never completed."""
+    """Why a folder is not a checkpoint, and what to do: it is missing, contains checkpoints, or is incomplete."""
     path = store.url
     found = store.list_folder()
     if not found.exists:
@@ -121,7 +119,7 @@ def why_no_checkpoint(store: Store) -> str:
 class Listing:
     """The checkpoints in a folder, oldest first, and the manifests there that could not be read, with the reasons.
 
-    `damaged` ones will not be read later either; `unreadable` ones may be whole, and count for something.
+    A retry does not help for `damaged` ones; `unreadable` ones may be whole.
     """
 
     found: tuple[CheckpointInfo, ...]
@@ -129,20 +127,21 @@ class Listing:
     unreadable: Mapping[Path | str, CheckpointError]
 
     def warn_left_out(self) -> None:
-        """Name what could not be read, as warnings."""
         for path, error in {**self.damaged, **self.unreadable}.items():
             warn(f"{path}: left out: {error}", stacklevel=3)
 
     def require_readable(self) -> None:
-        """Raise UnreadableError naming what the system would not read just now: it may be what is looked for."""
+        """Raise UnreadableError naming the manifests that cannot be read now: one may be the wanted checkpoint."""
         if self.unreadable:
             newest = self.found[-1].path if self.found else "none"
-            told = listing([str(error) for error in self.unreadable.values()])
-            raise UnreadableError(f"{told}; the newest checkpoint that can be read is {newest}: try again, or name one")
+            errors = listing([str(error) for error in self.unreadable.values()])
+            raise UnreadableError(
+                f"{errors}; the newest checkpoint that can be read is {newest}: try again, or name one"
+            )
 
 
 def list_checkpoints(root: str | os.PathLike[str] | Place) -> Listing:
-    """The committed checkpoints in `root` and directly below it, as `discover` has them, and what is wrong with others.
+    """The committed checkpoints in `root` and directly below it, ordered as by `discover`, and errors of others.
 
     Raises UnreadableError when `root` itself cannot be listed.
     """
@@ -166,10 +165,9 @@ def list_checkpoints(root: str | os.PathLike[str] | Place) -> Listing:
 def discover(root: str | os.PathLike[str] | Place) -> list[CheckpointInfo]:
     """The committed checkpoints in `root` and directly below it, oldest first.
 
-    Runs come in the order of their newest checkpoints, those of one run by step, before them those without one in the
-    order they were saved in. Hidden folders and those without a manifest are left out;
-    so are those whose manifest is damaged or cannot be read just now, with a warning that names them. Raises
-    UnreadableError when `root` itself cannot be listed.
+    Runs are ordered by their newest checkpoint; checkpoints of one run by step, first those without a step in the order
+    of their saves. Hidden folders and folders without a manifest are left out; so are, with a warning, those whose
+    manifest is damaged or cannot be read now. Raises UnreadableError when `root` itself cannot be listed.
     """
     listed = list_checkpoints(root)
     listed.warn_left_out()
@@ -177,9 +175,9 @@ def discover(root: str | os.PathLike[str] | Place) -> list[CheckpointInfo]:
 
 
 def list_readable(root: str | os.PathLike[str] | Place) -> Listing:
-    """`list_checkpoints` for a choice among them: warns of damaged ones.
+    """`list_checkpoints` to choose from: damaged manifests are warnings.
 
-    Raises UnreadableError where one cannot be read, now and a second later: it may be the one to choose.
+    Raises UnreadableError if one cannot be read, now and a second later: it may be the one to choose.
     """
     listed = look_again(lambda: list_checkpoints(root), lambda found: bool(found.unreadable))
     listed.require_readable()
@@ -188,34 +186,34 @@ def list_readable(root: str | os.PathLike[str] | Place) -> Listing:
 
 
 def run_checkpoints(run: str | os.PathLike[str] | Place) -> list[CheckpointInfo]:
-    """The committed checkpoints directly below the folder `run`, as `discover` has them."""
-    own = open_place(run).folder
-    return [info for info in discover(run) if info.store != own]
+    """The committed checkpoints directly below the folder `run`, as `discover` returns them."""
+    folder = open_place(run).folder
+    return [info for info in discover(run) if info.store != folder]
 
 
 def latest(directory: str | os.PathLike[str] | Place) -> Path | str | None:
     """The newest checkpoint in `directory` that passes `verify(deep=False)`; None when there is none.
 
-    One that was computed from others (an average, a merged model) is passed over: it is no moment of a run. One that
-    does not pass is left out with a warning that says why. It is a path on this machine, or a URL, as `directory` is.
-    Raises UnreadableError when a newer one, or any manifest, cannot be read just now: it may be the newest.
+    Checkpoints computed from others (an average, a merged model) are skipped, and invalid ones with a warning. Returns
+    a local path or a URL, as `directory` is. Raises UnreadableError when a newer one, or any manifest, cannot be read
+    now: it may be the newest.
     """
     found = find_latest(directory)
     return None if found is None else found.path
 
 
 def find_latest(directory: str | os.PathLike[str] | Place) -> CheckpointInfo | None:
-    """The checkpoint that `latest` names."""
-    return _first_valid(reversed(_moments(list_readable(directory).found)), "an older checkpoint")
+    """The checkpoint whose location `latest` returns."""
+    return _first_valid(reversed(_saved_by_training(list_readable(directory).found)), "an older checkpoint")
 
 
 def best(run: str | os.PathLike[str] | Place, metric: str | tuple[str, str] | None = None) -> Path | str | None:
-    """The checkpoint of the newest run in the folder `run` that is the best by a metric; None when none has a number.
+    """The best checkpoint of the newest run in the folder `run` by a metric; None when none has a number.
 
-    `metric` is (name, "min" or "max"). A name alone, or None where there is one metric, is looked up in what the run's
-    `Keep.best` and `Every.best` said. NaN is never the best; of equals the first is. What does not pass
-    `verify(deep=False)` is left out with a warning. Raises ConfigError when it is not known which metric is meant, or
-    whether less or more of it is better; UnreadableError when one that may be the best cannot be read just now.
+    `metric` is (name, "min" or "max"). A name alone, or None if there is one metric, is looked up in the run's
+    `Keep.best` and `Every.best`. NaN is never the best; of equals the first is. Checkpoints that do not pass
+    `verify(deep=False)` are skipped with a warning. Raises ConfigError when the metric or its direction is unknown;
+    UnreadableError when one that may be the best cannot be read now.
     """
     found = find_best(run, metric)
     return None if found is None else found.path
@@ -224,8 +222,8 @@ def best(run: str | os.PathLike[str] | Place, metric: str | tuple[str, str] | No
 def find_best(
     run: str | os.PathLike[str] | Place, metric: str | tuple[str, str] | None = None
 ) -> CheckpointInfo | None:
-    """The checkpoint that `best` names."""
-    infos = _moments(list_readable(run).found)
+    """The checkpoint whose location `best` returns."""
+    infos = _saved_by_training(list_readable(run).found)
     infos = [info for info in infos if info.manifest.run_id == infos[-1].manifest.run_id]
     if not infos:
         return None
@@ -238,8 +236,8 @@ def find_best(
 def verify(path: str | os.PathLike[str] | Place, *, deep: bool = True) -> VerifyReport:
     """Compare the files of checkpoint `path` with its manifest.
 
-    Always: names, sizes, the tensors in every safetensors header, every index, the digests of files below 1 MiB, and no
-    weights left from another save. `deep` also reads every other byte and compares the digests.
+    Always: names, sizes, the tensors in each safetensors header, each index, the digests of files below 1 MiB, and that
+    there are no weights of another save. `deep` also reads all other bytes and compares the digests.
 
     Raises NotACheckpointError, ManifestError or UnreadableError as `read_manifest` does.
     """
@@ -254,15 +252,14 @@ def verify(path: str | os.PathLike[str] | Place, *, deep: bool = True) -> Verify
             raise NotACheckpointError(why_no_checkpoint(store)) from None
         with damaged_input(found_at):
             problems = tuple(dict.fromkeys(checkpoint_problems(seen, manifest, deep=deep)))
-        # One save may overwrite the checkpoint while it is read here: what was seen is then half of each. Look again.
+        # A save may have overwritten the checkpoint meanwhile: a mixture of both was read. Read again.
         if not problems or _manifest_version(store) == before:
             size_bytes = stored_bytes(seen, manifest)
             return VerifyReport(found_at, not problems, problems, len(manifest.files), size_bytes)
 
 
-def _moments(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Those that are moments of a run: not computed from others."""
-    return [info for info in infos if not info.manifest.made_from]
+def _saved_by_training(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    return [info for info in infos if not info.manifest.made_from]  # not computed from other checkpoints
 
 
 def check_small_files(
@@ -278,10 +275,10 @@ def check_small_files(
 
 
 def _read_all(stores: Sequence[Store]) -> list[CheckpointInfo | CheckpointError | None]:
-    """What `_checkpoint_info` says of each; many are asked at once where each answer takes its time."""
+    """`_checkpoint_info` of each; in parallel for buckets, where each takes a request."""
     if isinstance(stores[0], LocalStore):
         return list(map(_checkpoint_info, stores))
-    from concurrent.futures import ThreadPoolExecutor  # here, so that listing a disk does not pay for it
+    from concurrent.futures import ThreadPoolExecutor  # lazily: listing a disk does not need it
 
     with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
         return list(pool.map(_checkpoint_info, stores))
@@ -299,27 +296,27 @@ def _checkpoint_info(store: Store) -> CheckpointInfo | CheckpointError | None:
 
 
 def in_run_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Sort oldest first: a run that was begun afresh is newer than one that got further before it.
+    """Sort oldest first; a restarted run is newer than an earlier run that got further.
 
-    Those of the same run, step and time stay in the order they come in.
+    Within a run by step, number, time: clocks may go back, so the number comes before the time. Stable.
     """
     infos, newest = list(infos), dict[str | None, str]()
     for info in infos:
         run = info.manifest.run_id
         newest[run] = max(newest.get(run, ""), info.manifest.created)
-    return sorted(infos, key=lambda info: (newest[info.manifest.run_id], *_age_order(info)))
 
+    def age(info: CheckpointInfo) -> tuple[str, int, int, str]:
+        manifest = info.manifest
+        step = -1 if manifest.step is None else manifest.step
+        return (newest[manifest.run_id], step, manifest.number or 0, manifest.created)
 
-def _age_order(info: CheckpointInfo) -> tuple[int, int, str]:
-    """The sort key within a run: step, number, time. Clocks may go back, so the number comes before the time."""
-    manifest = info.manifest
-    return (-1 if manifest.step is None else manifest.step, manifest.number or 0, manifest.created)
+    return sorted(infos, key=age)
 
 
 def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> CheckpointInfo | None:
-    """The first that passes `verify(deep=False)`; warns of each damaged one before it.
+    """The first that passes `verify(deep=False)`; each damaged one before it is a warning.
 
-    Raises UnreadableError for one before it that may be whole.
+    Raises UnreadableError if one before it cannot be read now.
     """
     unread: list[str] = []
     for info in infos:
@@ -328,7 +325,7 @@ def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> CheckpointInf
         except UnreadableError as error:
             unread.append(str(error))
             continue
-        except CheckpointError as error:  # deleted or damaged since it was discovered
+        except CheckpointError as error:  # deleted or damaged since it was listed
             problems = (str(error),)
         if not problems and not unread:
             return info
@@ -342,9 +339,9 @@ def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> CheckpointInf
 
 
 def damage_of(place: Place, *, deep: bool = False) -> tuple[str, ...]:
-    """The problems that `verify` reports; the checkpoint is looked at again where they may pass.
+    """The problems that `verify` reports; it is repeated if they may be temporary.
 
-    Raises as `verify` does, and UnreadableError where files cannot be read just now and nothing else is wrong.
+    Raises as `verify` does, and UnreadableError if the only problem is that files cannot be read now.
     """
 
     def look() -> tuple[str, ...]:
@@ -360,22 +357,22 @@ def damage_of(place: Place, *, deep: bool = False) -> tuple[str, ...]:
 
 
 def _wanted_ranking(infos: Sequence[CheckpointInfo], metric: str | tuple[str, str] | None) -> tuple[str, str]:
-    """The name of the metric to rank by, and "min" or "max". Raises ConfigError when that cannot be decided."""
+    """The name of the metric to rank by, and "min" or "max". Raises ConfigError if that is ambiguous or unknown."""
     if isinstance(metric, tuple) and len(metric) == 2 and metric[1] in ("min", "max"):
         return metric
-    told = {name: mode for info in infos for name, mode in info.manifest.rankings.items()}
-    meant = [name for name in told if metric in (None, name)]
-    if len(meant) == 1:
-        return meant[0], told[meant[0]]
+    rankings = {name: mode for info in infos for name, mode in info.manifest.rankings.items()}
+    candidates = [name for name in rankings if metric in (None, name)]
+    if len(candidates) == 1:
+        return candidates[0], rankings[candidates[0]]
     known = sorted({name for info in infos for name in info.manifest.metrics})
     raise ConfigError(
         f"metric={metric!r}: expected (name, 'min' or 'max'); the run's Keep and Every rank by "
-        f"{listing(sorted(told), ', ') or 'none'}, its checkpoints have {listing(known, ', ') or 'no metrics'}"
+        f"{listing(sorted(rankings), ', ') or 'none'}, its checkpoints have {listing(known, ', ') or 'no metrics'}"
     )
 
 
 def visible_folders(found: FolderListing) -> list[Folder]:
-    """The folders that may be checkpoints: hidden ones are saves under way, or have another use."""
+    """The folders that may be checkpoints: hidden ones are unfinished saves, or for internal use."""
     return [folder for folder in found.folders if not folder.name.startswith(".")]
 
 
@@ -387,11 +384,11 @@ def _manifest_version(store: Store) -> str | None:
     return None if found is None else found.version
 
 
-_HEAD_BYTES = 64 << 10  # of a manifest: the fields that are one number or one line
+_HEAD_BYTES = 64 << 10  # of a manifest: contains the scalar fields
 
 
 def next_number(target: Store, beside: Store) -> int:
-    """The number of a checkpoint without a step that is saved to `target`: one more than the largest `beside` it."""
+    """The number of a new checkpoint without a step in `target`: one more than the largest `beside` it."""
     numbers = []
     for store in (target, beside):
         below = [store.within(folder.name) for folder in visible_folders(store.list_folder())]
@@ -400,7 +397,7 @@ def next_number(target: Store, beside: Store) -> int:
 
 
 def _number_in_head(store: Store) -> int:
-    """The number of the checkpoint in `store`, from the head of its manifest alone; 0 when it has none."""
+    """The number of the checkpoint in `store`, read from the start of its manifest; 0 when it has none."""
     try:
         with closing(store.open(MANIFEST_NAME)) as file:
             head = read_range(file, 0, _HEAD_BYTES)
@@ -411,8 +408,8 @@ def _number_in_head(store: Store) -> int:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether the Hub may have a model of that name, and no folder here has it."""
-    from huggingface_hub.errors import HFValidationError  # here, so that listing does not pay for it
+    """Whether `name` is a valid model id of the Hub, and not a local folder."""
+    from huggingface_hub.errors import HFValidationError  # lazily: `ft-ckpt ls` does not need it
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in its __all__
 
     try:

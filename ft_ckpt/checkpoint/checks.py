@@ -79,33 +79,38 @@ def checkpoint_problems(
     for part in manifest.parts:
         yield from _part_index_problems(store, part, {file.path for file in sound})
     later = {file.digest: file.path for file in sound if file.path in late}
-    now = (file for file in sound if file.path not in late and not _is_same(store, file.path, later.get(file.digest)))
+
+    def is_late(file: FileRecord) -> bool:  # itself, or by another name of the same file
+        other = later.get(file.digest)
+        return file.path in late or (other is not None and file_key(store, file.path) == file_key(store, other))
+
+    now = (file for file in sound if not is_late(file))
     hashed = (file for file in now if deep or file.size_bytes < SMALL_BYTES or _is_other(file, listed.get(file.path)))
     yield from _digest_problems(store, list(hashed), digest)
 
 
 def replaced_problems(store: Store, manifest: Manifest, listed: Mapping[str, Stored]) -> list[str]:
-    """A line for each object that somebody wrote after the commit, and whose bytes are not those of the manifest.
+    """A line for each object that was written after the commit with other bytes than the manifest's.
 
-    A copy that another tool has made is no problem: it is another version of the same bytes.
+    A copy made by another tool is not a problem: it is another version of the same bytes.
     """
     return list(_digest_problems(store, [file for file in manifest.files if _is_other(file, listed.get(file.path))]))
 
 
 def small_problems(store: Store, manifest: Manifest, below_bytes: int) -> list[str]:
-    """A line for each file of less than `below_bytes` whose size or digest is not the manifest's."""
+    """A line for each file below `below_bytes` whose size or digest differs from the manifest."""
     small = [file for file in manifest.files if file.size_bytes < below_bytes]
     bad = {file.path: problem for file in small if (problem := _size_problem(store, file, None))}
     return [*bad.values(), *_digest_problems(store, [file for file in small if file.path not in bad])]
 
 
 def stored_bytes(store: Store, manifest: Manifest) -> int:
-    """Bytes of the files that the manifest lists, as `store` has them; one that goes by two names counts once."""
+    """Total size of the files that the manifest lists; hard links are counted once."""
     return sum({file_key(store, file.path): file.size_bytes for file in manifest.files}.values())
 
 
 def file_key(store: Store, name: str) -> object:
-    """A key that is equal for all names of one file; of a missing file its name, and of an object, which has one."""
+    """A key that is equal for all hard links of one file; the name of a missing file or of an object."""
     try:
         found = store.stat(name) if isinstance(store, LocalStore) else None
     except UnreadableError:
@@ -114,7 +119,7 @@ def file_key(store: Store, name: str) -> object:
 
 
 def is_misleading(path: str, manifest: Manifest) -> bool:
-    """True when `path`, relative to the checkpoint, is not listed and readers would mix it up with the weights."""
+    """True when `path`, relative to the checkpoint, is not listed but readers would load it as weights."""
     where, name = str(PurePosixPath(path).parent), PurePosixPath(path).name
     kinds = {part.kind for part in manifest.parts if (part.path or ".") == where}
     if not any(kind in _MISLEADING and _MISLEADING[kind].fullmatch(name) for kind in kinds):
@@ -130,20 +135,14 @@ def misleading_files(store: Store, manifest: Manifest) -> list[str]:
 
 
 def _names_in(store: Store, folder: str) -> Iterator[str]:
-    """The paths of everything directly in `folder`, folders included."""
     listed = store.list_folder(folder)
     yield from (each.name for each in listed.objects)
     yield from (f"{folder}/{each.name}" if folder else each.name for each in listed.folders)
 
 
 def _is_other(file: FileRecord, found: Stored | None) -> bool:
-    """Whether an object is of another version than the one that was committed."""
+    """Whether an object has another version than the one that was committed."""
     return found is not None and None not in (file.etag, found.etag) and file.etag != found.etag
-
-
-def _is_same(store: Store, name: str, other: str | None) -> bool:
-    """Whether these are two names of one file."""
-    return other is not None and file_key(store, name) == file_key(store, other)
 
 
 def _plain(folder: str) -> str:
@@ -151,9 +150,13 @@ def _plain(folder: str) -> str:
 
 
 def _size_problem(store: Store, file: FileRecord, found: Stored | None) -> str | None:
-    """What is wrong with a file that was listed as `found`; with None it is opened, which says why it was not."""
+    """The size problem of a file that was listed as `found`; if it was not listed, opening it gives the reason."""
     try:
-        size_bytes = _opened_bytes(store, file.path) if found is None else found.size_bytes
+        if found is not None:
+            size_bytes = found.size_bytes
+        else:
+            with closing(store.open(file.path)) as opened:
+                size_bytes = opened.size_bytes
     except MissingError as error:
         return f"{file.path}: missing ({reason_of(error)})"
     except UnreadableError as error:
@@ -163,11 +166,6 @@ def _size_problem(store: Store, file: FileRecord, found: Stored | None) -> str |
     if size_bytes != file.size_bytes:
         return f"{file.path}: {size_bytes:,} bytes, expected {file.size_bytes:,}: cut short or overwritten"
     return None
-
-
-def _opened_bytes(store: Store, name: str) -> int:
-    with closing(store.open(name)) as file:
-        return file.size_bytes
 
 
 def _tensor_problems(store: Store, manifest: Manifest, sound: set[str]) -> Iterator[str]:
@@ -208,15 +206,17 @@ def _header_problems(store: Store, file: str, tensors: list[TensorRecord]) -> It
 
 
 def _part_index_problems(store: Store, part: PartRecord, sound: set[str]) -> Iterator[str]:
-    """Check that the index of a part sends each tensor to the file that holds it, and that several shards have one."""
+    """Check that the index of a part maps each tensor to its file, and that several shards have an index."""
     files = {tensor.file for tensor in part.tensors}
     folder = f"{part.path}/" if part.path else ""
     indexes = [name for name in sound if re.fullmatch(rf"{re.escape(folder)}[^/]+\.safetensors\.index\.json", name)]
     sharded = len(files) > 1 and all(file.endswith(".safetensors") for file in files)
-    if sharded and not indexes and part.kind != "state":  # a state has a file of each rank, and a reader of its own
+    if (
+        sharded and not indexes and part.kind != "state"
+    ):  # a training state has one file for each rank, and its own reader
         yield f"{folder or './'}: {len(files)} shards without an index; readers of sharded weights need one"
     expected = {tensor.name: tensor.file for tensor in part.tensors}
-    tied = {name: expected[kept] for kept, *others in part.ties if kept in expected for name in others}  # may be there
+    tied = {name: expected[kept] for kept, *others in part.ties if kept in expected for name in others}  # optional
     for name in sorted(indexes):
         try:
             found = _indexed_files(store, name, folder)
@@ -243,15 +243,15 @@ def _digest_problems(store: Store, files: Sequence[FileRecord], digest: Digester
     if sum(file.size_bytes for file in files) < _WORTH_THREADS_BYTES:
         found = [_digest_problem(store, file, digest) for file in files]
     else:
-        from concurrent.futures import ThreadPoolExecutor  # here, so that listing does not pay for it
+        from concurrent.futures import ThreadPoolExecutor  # lazily: `ft-ckpt ls` does not need it
 
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading both let other threads run
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading release the GIL
             found = list(pool.map(lambda file: _digest_problem(store, file, digest), files))
     yield from filter(None, found)
 
 
 def _digest_problem(store: Store, file: FileRecord, digest: Digester) -> str | None:
-    """The difference between a file and its recorded digest, or the reason why it was not read; None without one."""
+    """The difference between a file and its recorded digest, or the reason why it could not be read; None if equal."""
     try:
         with closing(store.open(file.path)) as opened:
             return digest_problem(file, digest(opened, file))

@@ -53,10 +53,10 @@ LEFTOVER = re.compile(rf"\.(?:(?P<target>.+)\.)?ft_ckpt-(?P<what>stage|old)-(?P<
 def recover_target(target: Path) -> tuple[str, ...]:
     """Undo or finish interrupted saves to `target`; returns a line for each.
 
-    A leftover is left alone while its owner lives, see `locks`. What another machine left is settled at once when it
-    was being put in place, and an unsealed stage after a day: `target` must have no other writer. Leftovers beside it
-    go too when nobody can be at work on them any more. What cannot be settled is warned of, unless it stands in the
-    way of what was there before: then TargetError or UnreadableError.
+    A leftover stays while its owner lives, see `locks`. Leftovers of other machines are settled at once if they were
+    being put in place, unsealed stages after a day: `target` must have no other writer. Leftovers of saves beside it
+    are settled too once their owners are gone. A leftover that cannot be settled is a warning, or a TargetError or
+    UnreadableError if the previous checkpoint is not back in place.
     """
     with explained(target):
         target = local_disk.real_path(target)
@@ -71,12 +71,12 @@ def recover_target(target: Path) -> tuple[str, ...]:
 
 
 def uncommit(path: Path) -> None:
-    """Take the manifest out of `path`, durably: from here on it is no checkpoint, and deleting may be interrupted."""
+    """Delete the manifest of `path`, durably: it stops being a checkpoint, and deleting the rest may be interrupted."""
     local_disk.delete_files([MANIFEST_NAME], path)
 
 
 def settle_or_warn(stage: Path, target: Path, manifest: Manifest | None = None) -> None:
-    """`settle_stage`, where nothing depends on it any more: errors are warned of, and the next save tries again."""
+    """`settle_stage` with errors as warnings: the next save tries again."""
     try:
         settle_stage(stage, target, manifest)
     except (CheckpointError, OSError) as error:
@@ -90,9 +90,9 @@ def sideline_of(stage: Path, target: Path) -> Path:
 
 
 def settle_stage(stage: Path, target: Path, manifest: Manifest | None = None) -> str:
-    """Undo or finish one save from the state of stage, sideline and target, as the table on top says; repeatable.
+    """Undo or finish one save from the state of stage, sideline and target, see the table on top; repeatable.
 
-    `manifest` is the target's where it is known. What was there before goes last, when what replaces it is durable.
+    `manifest`: the target's, if known. The old checkpoint is deleted last, when its replacement is durable.
     """
     sideline, done = sideline_of(stage, target), f"{stage.name}: removed what was left of a save"
     if local_disk.is_folder(sideline):
@@ -101,9 +101,8 @@ def settle_stage(stage: Path, target: Path, manifest: Manifest | None = None) ->
             _undo_pour(stage, target, sideline)
             done = f"{target}: undid an unfinished overwrite"
         local_disk.sync_path(target)
-        local_disk.remove_empty_folders(
-            local_disk.movable_pieces(sideline, target, set()), target
-        )  # folders that only the old one had
+        only_old = local_disk.movable_pieces(sideline, target, set())
+        local_disk.remove_empty_folders(only_old, target)
         _delete_committed(sideline)
     if local_disk.is_folder(stage):
         local_disk.sync_path(stage.parent)
@@ -126,9 +125,9 @@ def _undo_pour(stage: Path, target: Path, sideline: Path) -> None:
 
 
 def _carry_foreign_files(stage: Path, target: Path, manifest: Manifest | None) -> None:
-    """After an exchange, move files that the old checkpoint did not list into the new one, whose own files win.
+    """After an exchange, move files that the old checkpoint did not list into the new one, replacing nothing there.
 
-    Raises UnreadableError when a manifest cannot be read just now: then the stage has to stay as it is.
+    Raises UnreadableError when a manifest cannot be read now: the stage must then stay as it is.
     """
     old = listed_files(stage)
     if old is None:
@@ -144,9 +143,9 @@ def _carry_foreign_files(stage: Path, target: Path, manifest: Manifest | None) -
 
 
 def listed_files(folder: Path) -> frozenset[str] | None:
-    """The files of the checkpoint in `folder`; None when there is none. Understands newer manifests than ours too.
+    """The files of the checkpoint in `folder`; None when there is none. Accepts newer manifest formats.
 
-    Raises UnreadableError when that cannot be told just now.
+    Raises UnreadableError when the manifest cannot be read now.
     """
     try:
         files = json.loads(read_text(LocalStore(folder), MANIFEST_NAME, MANIFEST_LIMIT_BYTES))["files"]
@@ -177,14 +176,14 @@ def _find_leftovers(folder: Path, target: Path | None) -> list[tuple[Path, Path,
 
 
 def _recover_leftover(stage: Path, target: Path, entry: Path, most_seconds: float) -> str | None:
-    """Undo or finish one interrupted save and say so in a line; None when its owner lives, or may live."""
+    """Undo or finish one interrupted save; returns a line about it, None when its owner may be alive."""
     named = LEFTOVER.fullmatch(entry.name)
     try:
         with locks.claim_leftover(entry, named["owner"] if named else "", most_seconds) as gone:
             return settle_stage(stage, target) if gone else None
     except (CheckpointError, OSError) as error:
         if not (target / MANIFEST_NAME).exists():
-            raise  # what was there waits in the sideline
+            raise  # the old checkpoint is still in the sideline
         _warn_left(stage, target, error)
         return None
 
@@ -193,10 +192,10 @@ def _warn_left(stage: Path, target: Path, error: Exception) -> None:
     warn(f"{target}: {stage.name} is left for the next save to clear ({error})", stacklevel=5)
 
 
-_open: dict[Path, int] = {}  # stages of this process that are not done with, and what mode they will have
+_open: dict[Path, int] = {}  # unfinished stages of this process -> the permission bits that they will get
 _NOT_BESIDE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
 _NO_SWAP = {
-    *(errno.EACCES, errno.EPERM),  # the folder around the target is not ours, or a sandbox forbids the call
+    *(errno.EACCES, errno.EPERM),  # another user's parent folder, or a sandbox that forbids the call
     *(errno.EBUSY, errno.EXDEV),  # mount points, overlay file systems
     *(errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY),  # no exchange on this file system or kernel
     *(errno.EEXIST, errno.ENOTEMPTY),  # the empty folder is no longer empty
@@ -204,10 +203,10 @@ _NO_SWAP = {
 
 
 def check_target(target: Path, needed_bytes: int) -> None:
-    """Refuse a place where a checkpoint of `needed_bytes` could not be written; changes nothing.
+    """Check that a checkpoint of `needed_bytes` can be written to `target`; changes nothing.
 
-    Raises TargetError when `target` is a file or cannot be created or written; NoSpaceError when the device has less
-    free than needed. An overwrite needs room for both, so what the old checkpoint holds is not counted as free.
+    Raises TargetError when `target` is a file or cannot be created or written; NoSpaceError when its device has less
+    than `needed_bytes` free. An overwrite needs space for both checkpoints, so the old one does not count as free.
     """
     with explained(target):
         target = local_disk.real_path(target)
@@ -227,11 +226,11 @@ def check_target(target: Path, needed_bytes: int) -> None:
 
 
 def open_stage(target: Path, access: Access = FREE) -> Path:
-    """A fresh hidden folder to fill for `target`, beside it (inside, where a mount or permissions ask for it).
+    """A new hidden folder to fill for `target`, beside it (inside it, if a mount or permissions require that).
 
-    It is locked until it is committed or discarded: nobody takes it for a dead one's. Until then nobody else may enter
-    it, where what comes into it, or what it replaces, is not for everybody: `access`. First settles what an earlier
-    save to `target` left behind. Raises TargetError or NoSpaceError.
+    It is locked until it is committed or discarded, so that no other process takes it for a leftover. Until then only
+    this user may enter it if `access`, or the old checkpoint, is restricted. Settles leftovers of earlier saves to
+    `target` first. Raises TargetError or NoSpaceError.
     """
     check_target(target, 0)
     with explained(target):
@@ -251,14 +250,13 @@ def open_stage(target: Path, access: Access = FREE) -> Path:
 def commit_stage(stage: Path, target: Path, manifest: Manifest, access: Access = FREE) -> None:
     """Make `stage` the checkpoint `target`, durably, with `manifest`; on an exception before that, nothing changes.
 
-    The manifest must list every file in the stage. Files of `target` that are of no checkpoint stay, except weights
-    that readers would mix up with the new ones. Files and folders that take the place of others may be read by whom
-    these could, and nothing by more people than `access` says. What cannot be cleaned up is warned of and left for the
-    next save.
+    The manifest must list every file in the stage. Files of `target` that belong to no checkpoint stay, except weights
+    that readers would mix up with the new ones. Files and folders keep the permissions of the ones they replace,
+    limited by `access`. Leftovers that cannot be deleted are a warning, and left to the next save.
 
-    Raises CorruptError when the stage and the manifest differ, ManifestError when a path leads out of the folder,
-    TargetError or NoSpaceError when the place cannot be written: what was there still is. One TargetError comes
-    afterwards, and says so: the new checkpoint is in place and might not survive a power cut.
+    Raises CorruptError when stage and manifest differ, ManifestError when a path leads out of the folder, TargetError
+    or NoSpaceError when `target` cannot be written: the old checkpoint is still there. One TargetError is raised after
+    the commit, and says so: the new checkpoint is in place but might not survive a power cut.
     """
     with explained(target):
         target = local_disk.real_path(target)
@@ -270,7 +268,7 @@ def commit_stage(stage: Path, target: Path, manifest: Manifest, access: Access =
 
 
 def place_files(stage: Path, target: Path) -> None:
-    """Make the files in `stage`, without a manifest, the folder `target`, durably; it is missing or empty.
+    """Make the files in `stage`, without a manifest, the folder `target`, durably; it must be missing or empty.
 
     They appear together, unless the folder cannot be moved (a mount point, the working directory).
     """
@@ -285,14 +283,14 @@ def place_files(stage: Path, target: Path) -> None:
 
 
 def discard_stage(stage: Path) -> None:
-    """Delete a stage that will not be committed; nothing happens when it is already gone.
+    """Delete a stage that will not be committed, if it still exists.
 
-    What cannot be deleted is warned of and left for the next save.
+    Files that cannot be deleted are a warning, and left to the next save.
     """
     named = LEFTOVER.fullmatch(stage.name)
     if named is None:
         raise TargetError(f"{stage}: not a stage made by open_stage; nothing was deleted")
-    if stage in _open:  # else `commit_stage` has done with it, and what it left there it left on purpose
+    if stage in _open:  # otherwise `commit_stage` is finished, and has left its leftovers on purpose
         try:
             settle_or_warn(stage, stage.parent / named["target"] if named["target"] else stage.parent)
         finally:
@@ -310,9 +308,8 @@ def _seal_and_place(stage: Path, target: Path, manifest: Manifest, access: Acces
         _place_stage(stage, target, manifest, access)
     except OSError as error:
         if sealed is not None and _holds_manifest(target, sealed):
-            raise _durability_error(
-                stage, target, error
-            ) from error  # nothing old is deleted now: a power cut may need it
+            # the old checkpoint stays: after a power cut it may be the only one
+            raise _durability_error(stage, target, error) from error
         settle_or_warn(stage, target)
         raise
     except BaseException:
@@ -327,7 +324,6 @@ def _release_stage(stage: Path) -> None:
 
 
 def _holds_manifest(target: Path, sealed: os.stat_result) -> bool:
-    """Whether the manifest in `target` is the one that was sealed."""
     try:
         return os.path.samestat((target / MANIFEST_NAME).lstat(), sealed)
     except OSError:
@@ -336,7 +332,7 @@ def _holds_manifest(target: Path, sealed: os.stat_result) -> bool:
 
 def _durability_error(stage: Path, target: Path, error: OSError) -> TargetError:
     old = next((each for each in (sideline_of(stage, target), stage) if os.path.lexists(each)), None)
-    kept = f"; what was there before is kept in {old.name} until the next save" if old else ""
+    kept = f"; the old checkpoint is kept in {old.name} until the next save" if old else ""
     found = TargetError(
         f"{target}: the new checkpoint is in place, but might not survive a power cut ({error}){kept}; save again"
     )
@@ -355,9 +351,9 @@ def _new_stage(target: Path) -> Path:
 
 
 def _close_stage(stage: Path, target: Path, access: Access) -> int:
-    """Keep others out of a stage whose files are not for everybody; the mode that the umask gave it.
+    """Close a stage with restricted files to other users; returns its mode according to the umask.
 
-    New files in it get the group of the folder that it takes the place of.
+    New files in it get the group of the folder that it replaces.
     """
     mode = open_to = local_disk.permission_bits(stage)
     if target.is_dir():
@@ -373,8 +369,8 @@ def _close_stage(stage: Path, target: Path, access: Access) -> int:
 
 
 def _seal_stage(stage: Path, manifest: Manifest, target: Path, access: Access) -> None:
-    """Make the stage complete and durable. Nobody trusts a manifest in a stage, so all is synced at once."""
-    clear_drafts(stage)  # hidden, and else it would stay in the checkpoint for good
+    """Make the stage complete and durable. No reader trusts a manifest in a stage, so everything is synced at once."""
+    clear_drafts(stage)  # hidden files, which would stay in the checkpoint
     _check_contents(stage, manifest)
     LocalStore(stage, syncs=False, access=access).write(MANIFEST_NAME, manifest_to_json(manifest).encode())
     everything = [*local_disk.walk_tree(stage), stage]
@@ -383,11 +379,11 @@ def _seal_stage(stage: Path, manifest: Manifest, target: Path, access: Access) -
 
 
 def _grant_access(stage: Path, everything: list[Path], target: Path, access: Access) -> None:
-    """Give files that replace others the permissions of those, and new ones the permissions that the umask allows.
+    """Give files the permissions of the ones they replace, and new files those that the umask allows.
 
-    Where nothing of the old checkpoint was open to others, nothing new is. Files made by libraries may be for the owner
-    only, so each gets its mode here, unless `access` is not free: then the store has made each as it is to be. A file
-    that an earlier checkpoint has, too, is not opened any further.
+    If no file of the old checkpoint was open to others, no new one is. Libraries may create files for the owner only,
+    so each file gets its mode here, except with a restricted `access`: the store has then set it already. Files linked
+    to an earlier checkpoint are not opened further.
     """
     file_mode = local_disk.permission_bits(stage / MANIFEST_NAME) if access == FREE else 0o777
     folder_mode = _open.get(stage, local_disk.permission_bits(stage))
@@ -413,7 +409,7 @@ def _grant_access(stage: Path, everything: list[Path], target: Path, access: Acc
             local_disk.set_mode(path, wanted | stat.S_IRWXU)
         else:
             local_disk.set_mode(path, file_mode & was_open & limit.file_bits | stat.S_IRUSR)
-    if not target.is_dir():  # else it gets the mode of that when it takes its place
+    if not target.is_dir():  # an existing folder's mode is taken over when the stage replaces it
         limit = access.in_group(stage.stat().st_gid)
         local_disk.set_mode(stage, folder_mode & (limit.folder_bits | 0o7000) | stat.S_IRWXU)
 
@@ -435,7 +431,7 @@ def _check_contents(stage: Path, manifest: Manifest) -> None:
     expected = {file.path: file.size_bytes for file in manifest.files}
     wrong = [f"{path.name}: a symbolic link in the stage" for path in places if path.is_symlink()]
     wrong += [f"{name}: not in the stage" for name in expected.keys() - found.keys()]
-    # Hidden files are let pass: network file systems leave some of their own.
+    # Hidden files are ignored: network file systems create some of their own.
     unlisted = (name for name in found.keys() - expected.keys() if not Path(name).name.startswith("."))
     wrong += [f"{name}: not in the manifest" for name in unlisted]
     wrong += [
@@ -456,12 +452,12 @@ def _place_stage(stage: Path, target: Path, manifest: Manifest, access: Access) 
 
 
 def _is_movable(stage: Path, target: Path) -> bool:
-    # Beside it means that it holds no mount either. In a mounted bucket a folder's move is many, in no order.
+    # A stage beside the target: the target contains no mount. In a mounted bucket a folder is moved file by file.
     return stage.parent != target and not local_disk.holds_cwd(target) and not is_on_bucket(target)
 
 
 def _check_obstacles(target: Path, new: list[str], old: frozenset[str]) -> None:
-    """Raise TargetError where a folder is in the way of a file, or a file in the way of a folder; delete neither."""
+    """Raise TargetError if a folder is in the way of a file, or a file in the way of a folder; deletes neither."""
     folders = {parent.as_posix() for path in new for parent in Path(path).parents} - {"."}
     found = [path for path in new if local_disk.is_folder(target / path)]
     found += [
@@ -475,7 +471,7 @@ def _check_obstacles(target: Path, new: list[str], old: frozenset[str]) -> None:
 
 
 def _swap_folders(stage: Path, target: Path, access: Access, *, committed: bool) -> bool:
-    """Put the stage in place in one step; False where that is not possible, and nothing has changed."""
+    """Put the stage in place in one step; False if that is impossible, and nothing has changed."""
     if target.is_dir():
         local_disk.take_access(stage, target.stat(), access)
     try:

@@ -1,11 +1,11 @@
-"""Guards of a checkpoint folder: marks (objects that stand for locks in a bucket), pins, leases, the mark of a save.
+"""Guards of a checkpoint folder: marks (lock objects in a bucket), pins, leases, the mark of a save.
 
-Whoever is about to do something with a checkpoint in a bucket puts a mark first and lists the folder after it, so that
-of two at least one sees the other's. A removal gives way: it takes its tombstone back when it sees a pin, a lease, a
-save, or another removal. All others wait until the removal that they see is over, and then look at what is there.
+Every operation on a checkpoint in a bucket first puts a mark and then lists the folder, so that of two concurrent
+operations at least one sees the other's mark. A removal gives way: it deletes its tombstone when it sees a pin, a
+lease, a save, or another removal. All others wait until the removal is over, and list again.
 
-A mark counts while it was put within ten minutes, by the clock of the store: when it was listed last, one's own was
-just put. On the machine of its process it counts no longer than the process lives. Pins count always.
+A mark is valid for ten minutes after it was last renewed, by the clock of the store (read from one's own new mark). On
+the machine of its process it is valid only while the process lives. Pins are always valid.
 """
 
 import contextlib
@@ -41,17 +41,17 @@ from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store, Stored, read_text
 
 PIN = f"{PREFIX}pin"
-LEASE = f"{PREFIX}lease-"  # begins the names of leases
-SAVING = f"{PREFIX}saving"  # of a save to a bucket that is under way
-TOMBSTONE = f"{PREFIX}dropped"  # what is being deleted; in a bucket, begins the names of such lists
-CLOCK = f"{PREFIX}clock-"  # begins the names of objects that are put to learn the time
+LEASE = f"{PREFIX}lease-"  # prefix of the names
+SAVING = f"{PREFIX}saving"  # a save to a bucket in progress
+TOMBSTONE = f"{PREFIX}dropped"  # lists the files to delete; in a bucket, prefix of the names
+CLOCK = f"{PREFIX}clock-"  # prefix of objects that are written to read the store's clock
 BEAT_SECONDS, STALE_SECONDS = 60.0, 600.0
 _MARK_LIMIT_BYTES = 64 << 10
-_POLL_SECONDS, _PATIENCE_SECONDS = 0.2, 60.0  # of those who wait for a removal, which is over in a few requests
+_POLL_SECONDS, _PATIENCE_SECONDS = 0.2, 60.0  # waiting for a removal, which takes a few requests
 
 
 def read_mark(store: Store, name: str) -> dict[str, Any]:
-    """The JSON object in a mark; empty when it was cut short, as it may be when its writer died."""
+    """The JSON object in a mark; empty when it is incomplete because its writer died."""
     try:
         found = json.loads(read_text(store, name, _MARK_LIMIT_BYTES))
     except (CheckpointError, RecursionError, ValueError):
@@ -60,18 +60,18 @@ def read_mark(store: Store, name: str) -> dict[str, Any]:
 
 
 def mark_holder(store: Store, name: str) -> str:
-    """The process that put a mark, in words."""
+    """The process that put a mark, for messages."""
     found = read_mark(store, name)
     return f"process {found.get('pid')} on {found.get('host')}" if found else name.removeprefix(LEASE)
 
 
 def put_mark(store: Store, name: str, *, create_only: bool = False, **facts: Any) -> None:
-    """Put a mark that tells its process, and `facts`. Raises TargetError."""
+    """Put a mark with the identity of this process, and `facts`. Raises TargetError."""
     store.write(name, json.dumps({**locks.process_facts(), **facts}).encode(), create_only=create_only)
 
 
 def store_time(store: Store) -> float:
-    """The time of a store by its own clock, in unix seconds: that of an object put there. Raises TargetError."""
+    """The time of the store's clock in unix seconds, from an object that is written there. Raises TargetError."""
     clock = own_mark(CLOCK)
     put_mark(store, clock)
     try:
@@ -79,12 +79,12 @@ def store_time(store: Store) -> float:
     finally:
         store.delete([clock])
     if found is None:
-        raise UnreadableError(f"{store.where(clock)}: put there, and not there; the store is used by no other tool?")
+        raise UnreadableError(f"{store.where(clock)}: disappeared after it was written; does another tool delete here?")
     return found.modified
 
 
 def own_mark(kind: str) -> str:
-    """A new name for a mark of this process, which begins with `kind`."""
+    """A new name for a mark of this process, with the prefix `kind`."""
     return kind + locks.new_owner()
 
 
@@ -94,19 +94,19 @@ def is_mark(name: str) -> bool:
 
 
 def may_live(store: Store, mark: Stored, now: float) -> bool:
-    """Whether the process of a mark may live; `now` is in unix seconds, by the clock of the store."""
+    """Whether the process of a mark may be alive; `now`: unix seconds of the store's clock."""
     return mark.modified > now - STALE_SECONDS and not locks.is_gone(read_mark(store, mark.name))
 
 
 def living_marks(store: Store, listed: Iterable[Stored], kind: str, now: float) -> list[str]:
-    """The names of the marks of one `kind` whose processes may live."""
+    """The names of the marks of one `kind` whose processes may be alive."""
     return [each.name for each in listed if each.name.startswith(kind) and may_live(store, each, now)]
 
 
 def settled_list(store: Store, own: str | None) -> list[Stored]:
-    """All objects of a checkpoint in a bucket, when no removal is under way that may not have seen the mark `own`.
+    """All objects of a checkpoint in a bucket, once no removal is in progress that may have missed the mark `own`.
 
-    `own` was just put there; without one, nothing is waited for. Raises UnreadableError after a minute.
+    `own` was just put there; without it, nothing is waited for. Raises UnreadableError after a minute.
     """
     until = time.monotonic() + _PATIENCE_SECONDS
     while True:
@@ -122,9 +122,9 @@ def settled_list(store: Store, own: str | None) -> list[Stored]:
 
 @contextlib.contextmanager
 def lease_in_bucket(store: Store) -> Iterator[str | None]:
-    """Put a lease on the checkpoint in `store`, again each minute, and delete it after the block; yields its name.
+    """Put a lease on the checkpoint in `store`, renew it each minute, delete it after the block; yields its name.
 
-    None where nothing can be written: whoever reads there has no say in what is deleted.
+    None without write access: such a reader cannot prevent a deletion.
     """
     name = own_mark(LEASE)
     try:
@@ -140,7 +140,7 @@ def lease_in_bucket(store: Store) -> Iterator[str | None]:
     finally:
         over.set()
         beats.join()
-        with contextlib.suppress(CheckpointError):  # it will be dead in ten minutes
+        with contextlib.suppress(CheckpointError):  # it expires in ten minutes
             store.delete([name])
 
 
@@ -151,10 +151,10 @@ def _renew_mark(store: Store, name: str, over: threading.Event) -> None:
 
 
 def pin(path: str | os.PathLike[str] | Place, reason: str = "") -> None:
-    """Keep the checkpoint `path` whatever any rule says, durably; `reason` is shown by `ls` and `prune`.
+    """Exempt the checkpoint `path` from all retention rules, durably; `ls` and `prune` show `reason`.
 
-    Raises NotACheckpointError when nothing is committed there; TargetError or NoSpaceError when it cannot be
-    written, and no pin is left. In a bucket UnreadableError when it cannot be told whether it is being deleted.
+    Raises NotACheckpointError when nothing is committed there; TargetError or NoSpaceError when the pin cannot be
+    written, and none is left. In a bucket also UnreadableError when it is unknown whether a removal is in progress.
     """
     store = open_place(path).folder
     _check_committed(store)
@@ -164,13 +164,13 @@ def pin(path: str | os.PathLike[str] | Place, reason: str = "") -> None:
         if not isinstance(store, LocalStore):
             settled_list(store, PIN)
         _check_committed(store)
-    except NotACheckpointError:  # deleted meanwhile: whoever did may not have seen the pin
+    except NotACheckpointError:  # deleted meanwhile, by a removal that may have missed the pin
         store.delete([PIN])
         raise
 
 
 def unpin(path: str | os.PathLike[str] | Place) -> bool:
-    """Take the pin out of `path`, durably; False when there was none. Raises TargetError."""
+    """Delete the pin of `path`, durably; False when there was none. Raises TargetError."""
     store = open_place(path).folder
     if store.stat(PIN) is None:
         return False
@@ -179,7 +179,7 @@ def unpin(path: str | os.PathLike[str] | Place) -> bool:
 
 
 def pin_reason(path: str | os.PathLike[str] | Place) -> str | None:
-    """The user and the reason of the pin of checkpoint `path`, in words; None when it is not pinned."""
+    """The user and the reason of the pin of checkpoint `path`, for messages; None when it is not pinned."""
     store = open_place(path).folder
     if store.stat(PIN) is None:
         return None
@@ -203,10 +203,10 @@ def _user_name() -> str:
 
 @contextlib.contextmanager
 def hold_lease(path: str | os.PathLike[str] | Place) -> Iterator[str | None]:
-    """Keep the checkpoint `path` from being deleted while the block runs; read its manifest inside, once.
+    """Protect the checkpoint `path` from deletion while the block runs; read its manifest inside, once.
 
-    Nothing happens when it is no checkpoint of ours or its folder cannot be written, as nothing can be deleted there.
-    In a bucket it has to be a checkpoint; the lease's name comes out, with which it is listed, see `settled_list`.
+    Does nothing if it is no checkpoint of ours, or its folder cannot be written, where nothing can be deleted either.
+    In a bucket it must be a checkpoint; yields the name of the lease for `settled_list`.
     """
     store = open_place(path).folder
     if not isinstance(store, LocalStore):
@@ -233,11 +233,12 @@ def hold_lease(path: str | os.PathLike[str] | Place) -> Iterator[str | None]:
 
 def lease_reasons(path: str | os.PathLike[str]) -> tuple[str, ...]:
     """A line for each living process that holds a lease on `path`."""
-    return tuple(f"in use by {_lease_holder(file)}" for file in _lease_files(Path(path)) if _is_held(file))
+    store = LocalStore(Path(path))
+    return tuple(f"in use by {mark_holder(store, file.name)}" for file in _lease_files(store.folder) if _is_held(file))
 
 
 def _take_lease(path: Path) -> tuple[Path, int] | None:
-    """The file of a new lease and its handle, which carries the lock wherever a save moves the file to."""
+    """The file of a new lease and its handle, which keeps the lock if a save moves the file."""
     file = path / f"{LEASE}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         if not (path / MANIFEST_NAME).is_file():
@@ -248,13 +249,13 @@ def _take_lease(path: Path) -> tuple[Path, int] | None:
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except OSError:
         return None
-    told = {
+    facts = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "machine": locks.machine_id() if locks.lock_descriptor(handle) else None,
     }
-    with contextlib.suppress(OSError):  # on a full disk it says nothing, and goes by its time
-        os.write(handle, json.dumps(told).encode())
+    with contextlib.suppress(OSError):  # on a full disk it stays empty, and only its age counts
+        os.write(handle, json.dumps(facts).encode())
     return file, handle
 
 
@@ -271,18 +272,14 @@ def _lease_files(path: Path) -> list[Path]:
         return []
 
 
-def _lease_holder(file: Path) -> str:
-    return mark_holder(LocalStore(file.parent), file.name)
-
-
 def _is_held(file: Path) -> bool:
     return not locks.has_ended(file, read_mark(LocalStore(file.parent), file.name).get("machine"), STALE_SECONDS)
 
 
 def clear_spent_mark(store: Store) -> bool:
-    """Delete the mark of a save that was killed when it had committed the checkpoint in `store`; whether there was one.
+    """Delete the mark of a save that was killed after it committed the checkpoint in `store`; True if there was one.
 
-    What cannot be read or deleted now stays.
+    A mark that cannot be read or deleted now stays.
     """
     with suppress(CheckpointError):
         token = read_mark(store, SAVING).get("token")
@@ -299,35 +296,34 @@ class SaveMark:
     store: Store
     run_id: str | None
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
-    cleared: bool = False  # all that is in the folder is of this save, or of the dead ones that it took over
+    cleared: bool = False  # everything in the folder is of this save, or of dead ones that it took over
     _over: threading.Event = field(default_factory=threading.Event)
     _beats: threading.Thread | None = None
 
     @property
     def is_held(self) -> bool:
-        """Whether it was taken and not released."""
         return self._beats is not None and not self._over.is_set()
 
     @property
     def is_ours(self) -> bool:
-        """Whether no other save has taken the folder over. Raises UnreadableError where that cannot be told now."""
+        """Whether no other save has taken the folder over. Raises UnreadableError if the mark cannot be read now."""
         try:
             return self.token.encode() in self.store.read(SAVING)
         except MissingError:
             return False
 
     def take(self) -> None:
-        """Put the mark, in the place of a dead save's if there is one. Raises TargetError while another lives."""
+        """Put the mark, replacing that of a dead save. Raises TargetError while another save is alive."""
         try:
             put_mark(self.store, SAVING, create_only=True, **self._facts)
         except NameTakenError:
-            if not self.is_ours:  # else the answer was lost
+            if not self.is_ours:  # otherwise the response of our own write was lost
                 self._take_over()
         self._beats = threading.Thread(target=self._renew, name="ft_ckpt-saving", daemon=True)
         self._beats.start()
 
     def declare_clear(self) -> None:
-        """Say, for those who find the mark when this process is dead, that the folder held nothing before."""
+        """Record in the mark that the folder was empty, for the cleanup after a crash."""
         if not self.cleared:
             self.cleared = True
             put_mark(self.store, SAVING, **self._facts)
@@ -341,14 +337,13 @@ class SaveMark:
             )
 
     def release(self) -> None:
-        """Take the mark away, if it is ours still; after `stop`."""
+        """Stop renewing the mark and delete it, if it is still ours."""
         self.stop()
-        with suppress(CheckpointError):  # else it is dead in ten minutes
+        with suppress(CheckpointError):  # otherwise it expires in ten minutes
             if self.is_ours:
                 self.store.delete([SAVING])
 
     def stop(self) -> None:
-        """Renew it no more."""
         self._over.set()
         if self._beats is not None:
             self._beats.join()
@@ -370,7 +365,6 @@ class SaveMark:
         self.check()
 
     def _is_alive(self) -> bool:
-        """Whether the process of the mark that is there may live, by the clock of the store."""
         now, mark = store_time(self.store), self.store.stat(SAVING)
         return mark is not None and may_live(self.store, mark, now)
 

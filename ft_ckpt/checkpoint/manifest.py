@@ -1,7 +1,7 @@
 """The records that reach the disk, and their JSON form.
 
-A checkpoint folder is committed when, and only when, `ft_ckpt.json` (MANIFEST_NAME) is in it. Everything in this
-module is frozen data: it touches neither the disk nor torch.
+A checkpoint folder is committed if and only if `ft_ckpt.json` (MANIFEST_NAME) is in it. Everything in this module is
+frozen data, without access to disk or torch.
 """
 
 import json
@@ -24,7 +24,7 @@ from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.store import is_inside
 
 _Reader = Callable[[Any], Any]
-_LIMIT = 1 << 63  # of numbers: sizes, offsets and counts of real files are below it
+_LIMIT = 1 << 63  # of integers: sizes, offsets and counts are below it
 
 
 class OddValue(ValueError):  # noqa: N818 - named for what was found
@@ -163,9 +163,9 @@ _PLAIN: dict[Any, _Reader] = {
 
 
 MANIFEST_NAME = "ft_ckpt.json"
-FORMAT_VERSION = 1  # raised when an older reader could misread a newer manifest
+FORMAT_VERSION = 1  # increased when an older reader could misread a newer manifest
 MANIFEST_LIMIT_BYTES = 256 << 20  # a million tensors
-_MOST_RANKS = 1 << 17  # that a file may have as writers: each has a digest of its own while it is checked
+_MOST_RANKS = 1 << 17  # that may have written one file: each needs a digest state during a check
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
@@ -177,7 +177,7 @@ class BaseRecord:
     revision: str | None
     dtype: str
     config_hash: str
-    fingerprint: Mapping[str, Any]  # sampled elements, see `engines.sample`
+    fingerprint: Mapping[str, Any]  # sampled elements, see `model.base_model`
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class PartRecord:
     name: str  # "" for the whole model, an attribute path such as "policy", or an adapter's name
     path: str  # folder relative to the checkpoint, "" for the checkpoint folder itself
     kind: str  # "model" | "adapter" | "module"
-    format: str  # "safetensors" (later "h5", "dual")
+    format: str  # a name of `formats.registry`, such as "safetensors"
     class_name: str
     tensors: tuple[TensorRecord, ...]
     ties: tuple[tuple[str, ...], ...] = ()  # groups of stored or dropped names that are one tensor, kept name first
@@ -211,20 +211,20 @@ class Manifest:
     world: Mapping[str, Any] = field(default_factory=dict)  # {"size": 2, "engine": "fsdp2", ...}
     versions: Mapping[str, str] = field(default_factory=dict)
     shared: tuple[tuple[str, ...], ...] = ()  # groups of "part:name in its module" that were one tensor across parts
-    notes: tuple[str, ...] = ()  # what the saver decided and a reader should know
+    notes: tuple[str, ...] = ()  # decisions of the saver that matter to readers
     run_id: str | None = None
-    rankings: Mapping[str, str] = field(default_factory=dict)  # metric -> "min" or "max": what the run calls best
-    export: bool = False  # weights saved within a run beside its checkpoints: no rule of the run deletes them
+    rankings: Mapping[str, str] = field(default_factory=dict)  # metric -> "min" or "max", as the run ranks it
+    export: bool = False  # weights saved beside the checkpoints of a run: retention never deletes them
     number: int | None = None  # without a step: one more than the largest beside it, since clocks may go back
     made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from: an average, a merge
-    token: str | None = None  # in a bucket, of the one save that wrote it: no two texts of a race are alike
+    token: str | None = None  # in a bucket, unique for each save: concurrent saves never write equal manifests
     format_version: int = FORMAT_VERSION
 
 
 def manifest_to_json(manifest: Manifest) -> str:
-    """The manifest as JSON text, one line per record so that a diff or an eye can follow it.
+    """The manifest as JSON text with one line per record, for diffs and readers.
 
-    Its field "digest" is that of the text without the line of that field.
+    Its field "digest" is the digest of the text without the line of that field.
     """
     plain = {key: value for key, value in vars(manifest).items() if key not in ("parts", "files")}
     if plain["token"] is None:
@@ -241,8 +241,8 @@ def manifest_to_json(manifest: Manifest) -> str:
 def manifest_from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
     """The manifest in `text`; `source` names it in errors.
 
-    Raises ManifestError when it is not JSON, lacks a field or has one of another type or range, has changed since it
-    was written (by its digest, which those of ft_ckpt 0.1.0 lack), or was written by a newer ft_ckpt.
+    Raises ManifestError when it is not JSON, when a field is missing or has another type or range, when its digest
+    differs (manifests of ft_ckpt 0.1.0 have none), or when it was written by a newer ft_ckpt.
     """
     document = _parse_document(text, source)
     _check_digest(document, text, source)
@@ -273,7 +273,7 @@ def _part_json(part: PartRecord) -> str:
 
 
 def _json_text(value: Any) -> str:
-    """JSON that is valid UTF-8 whatever names it holds: bytes of a file name that are not UTF-8 come as surrogates."""
+    """JSON that can be encoded as UTF-8: surrogates (file name bytes that are not UTF-8) are escaped."""
     return re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", _encode(value))
 
 
@@ -304,16 +304,16 @@ def _parse_document(text: str, source: str) -> dict[str, Any]:
 
 
 def _check_digest(document: dict[str, Any], text: str, source: str) -> None:
-    """Compare a manifest with the digest in it; one without is of 0.1.0 and must have no field of later versions."""
-    told = document.get("digest")
+    """Compare a manifest with its digest; one without is of 0.1.0 and must have no field of later versions."""
+    expected = document.get("digest")
     if "digest" in document:
-        found = _text_digest(text.replace(_digest_line(str(told)), "", 1))
-        if found != told:
+        found = _text_digest(text.replace(_digest_line(str(expected)), "", 1))
+        if found != expected:
             raise ManifestError(
-                f"{source}: its digest is {found}, expected {told!r}: the manifest has changed since it was written; "
-                'use an older checkpoint, or delete the line "digest" if it was you who changed it'
+                f"{source}: its digest is {found}, expected {expected!r}: the manifest has changed since then; "
+                'use an older checkpoint, or delete the line "digest" if you changed it yourself'
             )
-    elif unknown := sorted(document.keys() - {one.name for one in fields(Manifest)}):
+    elif unknown := sorted(document.keys() - {each.name for each in fields(Manifest)}):
         raise ManifestError(
             f"{source}: malformed manifest ({listing(unknown, ', ')}: unknown, and no digest); the checkpoint is "
             "damaged, use an older one"
@@ -321,9 +321,9 @@ def _check_digest(document: dict[str, Any], text: str, source: str) -> None:
 
 
 def _manifest_problems(manifest: Manifest) -> Iterator[str]:
-    """A line for each value that no save writes, though its type is right."""
-    again = [path for path, count in Counter(file.path for file in manifest.files).items() if count > 1]
-    yield from (f"{path!r}: listed more than once" for path in again)
+    """A line for each value of the right type that no save can have written."""
+    repeated = [path for path, count in Counter(file.path for file in manifest.files).items() if count > 1]
+    yield from (f"{path!r}: listed more than once" for path in repeated)
     for file in manifest.files:
         if file.size_bytes < 0 or not 1 <= file.ranks <= _MOST_RANKS:
             yield f"{file.path!r}: {file.size_bytes} bytes, written by {file.ranks} ranks"
@@ -348,10 +348,7 @@ def _are_in_order(file: FileRecord) -> bool:
 
 
 def check_paths(manifest: Manifest, source: str) -> None:
-    """Refuse a manifest with a path that leads out of its folder; `source` names it.
-
-    Raises ManifestError naming every such path.
-    """
+    """Raise ManifestError naming every path of the manifest that leads out of its folder; `source` names it."""
     paths = {file.path for file in manifest.files} | {tensor.file for part in manifest.parts for tensor in part.tensors}
     unsafe = [path for path in paths if not is_inside(path)]
     unsafe += [part.path for part in manifest.parts if part.path != "" and not is_inside(part.path)]

@@ -1,7 +1,7 @@
-"""Staging: the files of a save are written into a hidden folder or bucket prefix, then committed or discarded.
+"""Staging: the files of a save are written to a hidden folder or a bucket prefix, then committed or discarded.
 
-On a disk that is a hidden folder that `commit` puts in place. A bucket has no step that puts many objects in place:
-there files go under their final names, and the manifest, written last and only if there is none, is the commit.
+On a disk, `commit` puts the hidden folder in place. A bucket cannot move many objects in one step: objects get their
+final names, and writing the manifest, last and only if there is none, is the commit.
 """
 
 import time
@@ -27,31 +27,31 @@ from ft_ckpt.storage.read_ahead import BLOCK_BYTES
 from ft_ckpt.storage.store import FREE, Access, Store, Stored
 
 _READS_AT_ONCE = 8
-_PAUSES = (0.0, 1.0, 4.0)  # ahead of each try to write the manifest, in seconds
+_PAUSES = (0.0, 1.0, 4.0)  # seconds before each attempt to write the manifest
 
 
 class Staging(Protocol):
-    """One save on its way."""
+    """One save in progress."""
 
     @property
     def store(self) -> Store:
-        """Where its files are written; no reader takes it for a checkpoint before `commit`."""
+        """The store for its files; not a checkpoint before `commit`."""
         ...
 
     @property
     def beside(self) -> Store:
-        """The folder in which the checkpoint is to be, with others of its run."""
+        """The folder that will contain the checkpoint."""
         ...
 
     def commit(self, manifest: Manifest) -> None:
         """Make the files the checkpoint, durably, or change nothing; raises as `commit.commit_stage` does.
 
-        Raises CorruptError where they were made of damaged checkpoints, see `proofs`.
+        Raises CorruptError if they were made of damaged checkpoints, see `proofs`.
         """
         ...
 
     def discard(self) -> None:
-        """Delete the files of a save that is not committed; nothing happens after `commit`."""
+        """Delete the files of an uncommitted save; does nothing after `commit`."""
         ...
 
 
@@ -66,43 +66,39 @@ class LocalStaging:
 
     @property
     def store(self) -> LocalStore:
-        """The files in the stage."""
         return replace(stage_store(self.stage, self.direct_bytes), access=self.access)
 
     @property
     def beside(self) -> LocalStore:
-        """The folder of the target."""
         return LocalStore(self.target.parent)
 
     def commit(self, manifest: Manifest) -> None:
-        """Put the stage in place, see `commit.commit_stage`."""
         prove_sources()
         commit.commit_stage(self.stage, self.target, manifest, self.access)
 
     def discard(self) -> None:
-        """Delete the stage, see `commit.discard_stage`."""
         commit.discard_stage(self.stage)
 
 
 @dataclass(frozen=True)
 class ObjectStaging:
-    """Objects of any store, under their final names; the manifest makes them a checkpoint. `mark` keeps others off."""
+    """Objects under their final names, which the manifest makes a checkpoint; `mark` excludes other saves."""
 
     store: Store
     beside: Store
     mark: SaveMark
 
     def commit(self, manifest: Manifest) -> None:
-        """Compare the objects with the manifest, and write it, if there is none: readers see all or nothing.
+        """Compare the objects with the manifest, and write it if there is none: readers see all or nothing.
 
-        Raises CorruptError where they differ; NameTakenError where another save was faster, whose objects these may
-        have replaced: it has to be verified; TargetError, also when another save has taken the folder over.
+        Raises CorruptError if they differ; NameTakenError if another save committed first (verify it: its objects may
+        have been replaced by these); TargetError, also when another save has taken the folder over.
         """
         prove_sources()
         check_paths(manifest, self.store.url)
         if manifest.step is None and manifest.number is None:
             manifest = replace(manifest, number=next_number(self.store, self.beside))
-        found = {each.name: each for each in self.store.list() if not _is_apart(each.name)}
+        found = {each.name: each for each in self.store.list() if not _is_meta(each.name)}
         self._check_objects(manifest, found)
         self.mark.check()
         files = tuple(replace(file, etag=found[file.path].etag) for file in manifest.files)
@@ -114,14 +110,14 @@ class ObjectStaging:
         """Delete all objects, unless there is a manifest, or another save has taken the folder over."""
         if self.mark.is_held:
             if self.mark.is_ours and self.store.stat(MANIFEST_NAME) is None:
-                self.store.delete([each.name for each in self.store.list() if not _is_apart(each.name)])
+                self.store.delete([each.name for each in self.store.list() if not _is_meta(each.name)])
             self.mark.release()
 
     def _check_objects(self, manifest: Manifest, found: Mapping[str, Stored]) -> None:
-        """Raise CorruptError naming all objects that are not, byte for byte, those that were written for this save."""
+        """Raise CorruptError naming all objects that are not exactly those written by this save."""
         expected = {file.path: file for file in manifest.files}
         wrong = sorted(name for name in found.keys() | expected.keys() if _differs(found.get(name), expected.get(name)))
-        if not wrong:  # what was written in one request has no version that is known to be ours: a few small files
+        if not wrong:  # small objects, written in one request, have no known version: compare their bytes
             small = [file for file in manifest.files if file.etag is None and file.size_bytes < SMALL_BYTES]
             with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
                 read = pool.map(lambda file: read_record(self.store, file.path).digest, small)
@@ -138,16 +134,15 @@ def _differs(found: Stored | None, expected: FileRecord | None) -> bool:
     return expected.etag is not None and found.etag != expected.etag
 
 
-def _is_apart(name: str) -> bool:
-    """Whether an object in a checkpoint's folder is none of its files."""
+def _is_meta(name: str) -> bool:  # manifest or mark: not one of the files that a manifest lists
     return name == MANIFEST_NAME or is_mark(name)
 
 
 def put_manifest(store: Store, text: bytes) -> None:
-    """Write the manifest of objects that are all there: the commit, unless there is one.
+    """Write the manifest if there is none: the commit of objects that are all there.
 
-    What counts is what is there afterwards, whatever the store answered, or did not. Raises NameTakenError when it is
-    another's, TargetError when it is none, or that cannot be told.
+    The manifest that is there afterwards decides, not the response. Raises NameTakenError when it is another save's,
+    TargetError when there is none, or it cannot be read.
     """
     found: bytes | None
     for pause in _PAUSES:
@@ -156,18 +151,17 @@ def put_manifest(store: Store, text: bytes) -> None:
             store.write(MANIFEST_NAME, text, create_only=True)
             found = text
         except TargetError as error:
-            found, told = _text_of_manifest(store), error
+            found, refusal = _text_of_manifest(store), error
         if found == text:
             return
         if found is not None:
             raise NameTakenError(
                 f"{store.url}: another save has committed it meanwhile; verify it, its files may have been mixed"
             )
-    raise told
+    raise refusal
 
 
 def _text_of_manifest(store: Store) -> bytes | None:
-    """The text of the manifest; None where there is none, or it cannot be read now."""
     try:
         return store.read(MANIFEST_NAME)
     except CorruptError:
@@ -179,11 +173,11 @@ def open_object_staging(
 ) -> ObjectStaging:
     """A staging for the checkpoint `name` in the folder `beside` of any store.
 
-    What a save has left there that is dead, or was of the same run, is deleted; with `overwrite` also the checkpoint
-    that is there, manifest first, so that there is none until the new one is whole.
+    Leftovers of a dead save, or of one of the same run, are deleted; with `overwrite` also an existing checkpoint,
+    manifest first, so that there is none until the new one is whole.
 
-    Raises NameTakenError where a checkpoint is, TargetError where another save is under way, or files that are none of
-    ours.
+    Raises NameTakenError if there is a checkpoint, TargetError if another save is in progress there, or files that
+    belong to no checkpoint are in the way.
     """
     store = beside.within(name)
     mark = SaveMark(store, run_id)
@@ -197,7 +191,7 @@ def open_object_staging(
 
 
 def _clear_folder(store: Store, listed: Sequence[Stored], mark: SaveMark, *, overwrite: bool) -> None:
-    """Delete what may be deleted of the objects that are in the way of a save; raises as `open_object_staging`."""
+    """Delete the objects in the way of a save that may be deleted; raises as `open_object_staging`."""
     names = {each.name for each in listed}
     guards = sorted(name for name in names if name.startswith((PIN, LEASE)))
     listing_files = [name for name in names if name.startswith((MANIFEST_NAME, TOMBSTONE))]
@@ -210,12 +204,12 @@ def _clear_folder(store: Store, listed: Sequence[Stored], mark: SaveMark, *, ove
         raise NameTakenError(f"{store.url}: a checkpoint is there that is pinned or being read: {listing(guards)}")
     ours = {path for name in listing_files for path in manifest_files(store, name)} & names
     ours |= files_of_save(names - {MANIFEST_NAME}) if mark.cleared and MANIFEST_NAME not in names else set()
-    if others := sorted(name for name in names - ours if not _is_apart(name)):
+    if others := sorted(name for name in names - ours if not _is_meta(name)):
         raise TargetError(
             f"{store.url}: {listing(others, ', ')}: files of no checkpoint, in its place; move them away, or use "
             "another name"
         )
-    mark.declare_clear()  # first: without the manifest nothing else tells whose the rest is
+    mark.declare_clear()  # first: without the manifest, only the mark says which save the rest belongs to
     store.delete([MANIFEST_NAME] if MANIFEST_NAME in names else [])
     store.delete([*sorted(ours), *(name for name in names if name.startswith((TOMBSTONE, PIN, LEASE)))])
 
@@ -228,9 +222,9 @@ def open_staging_at(
     overwrite: bool = False,
     access: Access = FREE,
 ) -> Staging:
-    """A fresh staging for a place in any store; raises as `open_staging` and `open_object_staging` do.
+    """A new staging for a place in any store; raises as `open_staging` and `open_object_staging` do.
 
-    On a disk what is committed is open to nobody beyond `access`.
+    On a disk, `access` limits the permissions of what is committed.
     """
     store = target.folder
     if isinstance(store, LocalStore):
@@ -239,7 +233,7 @@ def open_staging_at(
 
 
 def settle_staging_at(target: Place) -> None:
-    """Clear what a save has left at `target` that was killed when it had committed; what cannot be cleared stays."""
+    """Delete the leftovers at `target` of a save that was killed after its commit, as far as possible."""
     store = target.folder
     if isinstance(store, LocalStore):
         recover_target(store.folder)
@@ -248,10 +242,10 @@ def settle_staging_at(target: Place) -> None:
 
 
 def open_staging(target: Path, direct_bytes: int | None = BLOCK_BYTES, access: Access = FREE) -> LocalStaging:
-    """A fresh staging for the folder `target`; raises as `commit.open_stage` does. For the others see LocalStore."""
+    """A new staging for the folder `target`; raises as `commit.open_stage` does. Other arguments: see LocalStore."""
     return LocalStaging(commit.open_stage(target, access), target, direct_bytes, access)
 
 
 def stage_store(stage: Path, direct_bytes: int | None = BLOCK_BYTES) -> LocalStore:
-    """The files in a stage, for any rank that sees it: they are synced by the commit."""
+    """The store of the files in a stage, on any rank that sees it; the commit syncs them."""
     return LocalStore(stage, direct_bytes, syncs=False)

@@ -1,4 +1,4 @@
-"""Verifies one file, or a folder of another program, by itself: headers, indexes, configs, the manifest around it."""
+"""Verifies a single file, or a folder of another program: headers, indexes, JSON, a manifest that lists the file."""
 
 import dataclasses
 import json
@@ -18,9 +18,9 @@ from ft_ckpt.storage.store import Store, is_inside
 
 
 def listing_manifest(place: Place) -> tuple[Store, Manifest, FileRecord] | None:
-    """The checkpoint that lists the file at `place`: its store, its manifest, the record. None where none does.
+    """The checkpoint that lists the file at `place`: its store, its manifest, the record. None if none does.
 
-    Raises ManifestError for a manifest that is damaged.
+    Raises ManifestError for a damaged manifest.
     """
     for store, name in islice(place.folders_around(), 1, None):
         if store.stat(MANIFEST_NAME) is not None:
@@ -32,7 +32,7 @@ def listing_manifest(place: Place) -> tuple[Store, Manifest, FileRecord] | None:
 
 
 def verify_listed(place: Place) -> VerifyReport | None:
-    """Compare size and digest of the file at `place`; None where no manifest lists it. Raises ManifestError."""
+    """Compare size and digest of the file at `place`; None if no manifest lists it. Raises ManifestError."""
     found = listing_manifest(place) if place.is_object else None
     if found is None:
         return None
@@ -46,10 +46,10 @@ _INDEX = ".safetensors.index.json"
 
 
 def verify_foreign(place: Place) -> VerifyReport:
-    """Check the safetensors files at `place`, a file or a folder of them, as far as they say what they should hold.
+    """Check the safetensors file or folder at `place`, without a manifest.
 
-    Of each file the header, of each index that its tensors are where it says, of each JSON file that it is JSON.
-    Values cannot be checked: nobody recorded their digests. Raises LoadError where there is no such file.
+    Checks the header of each file, the tensors that each index maps to files, and the syntax of each JSON file. Values
+    cannot be checked without recorded digests. Raises LoadError if there is no safetensors file.
     """
     store, names = (place.store, [place.name]) if place.is_object else (place.folder, None)
     names = names or [each.name for each in store.list()]
@@ -57,12 +57,12 @@ def verify_foreign(place: Place) -> VerifyReport:
     if not weights and not any(name.endswith(_INDEX) for name in names):
         found = f"no {MANIFEST_NAME} and no safetensors files in it"
         raise LoadError(f"{place}: {found}; `ft-ckpt show` reads other formats")
-    told = {name: _names_or_reason(store, name) for name in weights}
-    held = {name: found for name, found in told.items() if isinstance(found, set)}
-    problems = [f"{name}: {found}" for name, found in told.items() if isinstance(found, str)]
+    headers = {name: _names_or_reason(store, name) for name in weights}
+    tensors = {name: found for name, found in headers.items() if isinstance(found, set)}
+    problems = [f"{name}: {found}" for name, found in headers.items() if isinstance(found, str)]
     for name in names:
         if name.endswith(".json"):
-            problems += _document_problems(store, name, held)
+            problems += _document_problems(store, name, tensors)
     size = sum(each.size_bytes for name in weights if (each := store.stat(name)) is not None)
     return VerifyReport(place.location, not problems, tuple(problems), len(weights), size)
 
@@ -86,7 +86,7 @@ def _document_problems(store: Store, name: str, held: dict[str, set[str]]) -> It
 
 
 def _index_file_problems(store: Store, index: str, found: Any, held: dict[str, set[str]]) -> Iterator[str]:
-    """Check that an index sends each tensor to a file beside it that has it."""
+    """Check that an index maps each tensor to a file beside it that contains it."""
     where = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(where, dict):
         yield f"{index}: no weight_map in it"
