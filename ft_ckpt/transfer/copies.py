@@ -127,7 +127,7 @@ def copy_open(
 
 
 def is_there(goal: Place, manifest: Manifest) -> bool:
-    """Whether the checkpoint of this manifest is at `goal`, and whole as far as a listing tells."""
+    """Whether the checkpoint of this manifest is at `goal`, with all files at their sizes."""
     if not _is_same_copy(manifest_at(goal), manifest):
         return False
     sizes = {each.name: each.size_bytes for each in goal.folder.list()}
@@ -135,14 +135,14 @@ def is_there(goal: Place, manifest: Manifest) -> bool:
 
 
 def manifest_at(place: Place) -> Manifest | None:
-    """The manifest of the checkpoint at `place`; None when there is none that can be read."""
+    """The manifest of the checkpoint at `place`; None if there is no readable one."""
     with suppress(ManifestError):
         return load_manifest(place.folder)
     return None
 
 
 def content_identity(manifest: Manifest) -> str:
-    """A digest that is equal for all copies of a checkpoint, wherever they were committed."""
+    """A digest that all copies of a checkpoint share."""
     facts = {name: value for name, value in vars(manifest).items() if name not in _OF_COMMITS}
     return digest_of_bytes(repr((facts, [(file.path, *content_key(file)) for file in manifest.files])).encode())
 
@@ -161,26 +161,26 @@ def _refuse_occupied(goal: Place) -> None:
 
 @contextmanager
 def _staging_at(goal: Place, manifest: Manifest, access: Access, *, overwrite: bool) -> Iterator[Staging]:
-    """A staging for `goal`, of which nothing stays unless it is committed; another copy of the same takes it over."""
+    """A staging folder for `goal`, discarded on errors; the next copy of the checkpoint takes over a killed one's."""
     identity = f"copy of {content_identity(manifest)}"
     staging = open_staging_at(goal, run_id=identity, overwrite=overwrite, access=access)
     try:
         yield staging
     except BaseException:
-        with suppress(CheckpointError, OSError):  # what went wrong before says more
+        with suppress(CheckpointError, OSError):  # the first error matters more
             staging.discard()
         raise
 
 
 def _access_to(held: OpenCheckpoint, goal: Place) -> Access:
-    """Who may read a copy: who may enter the folders and read the manifest; of each file who may read that."""
+    """The access of a copy: that of the source's folders and manifest; each file keeps its own."""
     return source_access(Place(held.store, MANIFEST_NAME), Place(held.origin), goal)
 
 
 def _reusable_files(
     beside: Store, goal: Place, files: Iterable[FileRecord]
 ) -> dict[tuple[str, int], tuple[EarlierCheckpoint, FileRecord]]:
-    """Files of other checkpoints in the folder `beside`, by digest and size, if any of `files` is worth a look."""
+    """Files of other checkpoints in `beside`, by (digest, bytes); {} if all of `files` are small."""
     if all(file.size_bytes < _WORTH_LOOKING_BYTES for file in files):
         return {}
     earlier = [one for one in earlier_checkpoints(beside, _EARLIER) if one.store.identity != goal.folder.identity]
@@ -188,12 +188,12 @@ def _reusable_files(
 
 
 def content_key(file: FileRecord) -> tuple[str, int]:
-    """Equal for files of the same content."""
+    """(digest, bytes)."""
     return file.digest, file.size_bytes
 
 
 class _Copying:
-    """One copy under way: where from, where to, and what has become of each file."""
+    """One copy: source, destination, and counters."""
 
     def __init__(
         self,
@@ -209,23 +209,23 @@ class _Copying:
         self._lock = threading.Lock()
 
     def refuse_full(self, files: Iterable[FileRecord]) -> None:
-        """Raise NoSpaceError when there is less room than files that have to be sent."""
+        """Raise NoSpaceError if the files to send do not fit."""
         needed = sum(file.size_bytes for file in files if content_key(file) not in self.reusable)
         free = self.store.free_bytes()
         if free is not None and free < needed:
             raise NoSpaceError(f"{self.store.url}: {free:,} bytes free, expected at least {needed:,}; make room there")
 
     def copy_all(self, files: tuple[FileRecord, ...]) -> tuple[FileRecord, ...]:
-        """Bring all files over; their records there, in the same order. The first error ends it."""
+        """Copy all files; returns their records at the destination, in order. The first error ends it."""
         small = [file for file in files if file.size_bytes <= SMALL_COPY_BYTES]
         with ThreadPoolExecutor(_SMALL_AT_ONCE, "ft_ckpt-copy") as pool:
             done = {record.path: record for record in pool.map(self.copy_one, small)}
-        large = (file for file in files if file.path not in done)  # one after the other, each by several threads
+        large = (file for file in files if file.path not in done)  # one at a time, each in several threads
         done |= {record.path: record for record in map(self.copy_one, large)}
         return tuple(done[file.path] for file in files)
 
     def copy_one(self, file: FileRecord) -> FileRecord:
-        """Bring one file over, by the shortest way; its record there."""
+        """Copy one file in the cheapest way; returns its record at the destination."""
         if self._take_reusable(file):
             return replace(file, linked=True, etag=etag_of(self.store, file.path))
         if self._copy_at_service(file):
@@ -243,16 +243,13 @@ class _Copying:
         return False
 
     def _store_for(self, file: FileRecord) -> Store:
-        """The store with no more access to a new file than there is to this one."""
+        """The store, with the access of new files limited to that of `file`."""
         if not isinstance(self.store, LocalStore) or not isinstance(self.held.store, LocalStore):
             return self.store
         return replace(self.store, access=self.store.access & files_access(self.held.store.path(file.path)))
 
     def _is_whole_here(self, file: FileRecord) -> bool:
-        """Whether a file that got its name here is what it was: a disk may have lost bits of it without a trace.
-
-        What a service copies it compares itself.
-        """
+        """Whether a linked file still has its digest (a disk may have lost bits). Services compare their own copies."""
         if not isinstance(self.store, LocalStore):
             return True
         with suppress(CorruptError), closing(self.store.open(file.path)) as opened:
@@ -262,18 +259,18 @@ class _Copying:
         return False
 
     def _copy_at_service(self, file: FileRecord) -> bool:
-        """Copy within one service, if the object is the one that its commit recorded, before and after."""
+        """Copy within one service, if the object has the recorded ETag before and after."""
         origin = self.held.origin
         if file.etag is None or etag_of(origin, file.path) != file.etag:
             return False
-        with suppress(CorruptError, TargetError):  # too large for one request, or not allowed: it is sent
+        with suppress(CorruptError, TargetError):  # too large for one request, or not allowed: send it
             if self.store.copy(file.path, file.path, origin) and etag_of(origin, file.path) == file.etag:
                 self._count(file.size_bytes)
                 return True
         return False
 
     def _send(self, file: FileRecord) -> str | None:
-        """Read the file here and write it there; the version that the store there gives it, if that is known."""
+        """Read and write the file; returns its ETag at the destination, if known."""
         with closing(self.held.store.open(file.path)) as opened:
             if opened.size_bytes != file.size_bytes:
                 raise CorruptError(f"{opened.where}: {opened.size_bytes:,} bytes, expected {file.size_bytes:,}")

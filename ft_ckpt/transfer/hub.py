@@ -81,24 +81,23 @@ class HubPlace:
 
     @property
     def url(self) -> str:
-        """The place as it is written."""
         revision = "" if self.revision == MAIN else f"@{self.revision}"
         return f"hf://{self.repo_id}{revision}{self.folder and '/'}{self.folder}"
 
     def path_of(self, name: str) -> str:
-        """The path in the repository of what is called `name` here."""
+        """The path in the repository of the file `name`."""
         return f"{self.folder}/{name}" if self.folder else name
 
     def names_below(self, paths: list[str]) -> list[str]:
-        """Of `paths` in the repository those in this folder, relative to it."""
+        """Those `paths` of the repository that are in this folder, relative to it."""
         start = f"{self.folder}/" if self.folder else ""
         return [path[len(start) :] for path in paths if path.startswith(start)]
 
 
 def parse_place(text: str, revision: str | None = None) -> HubPlace:
-    """The place that "user/name", "name" or "hf://user/name[@revision][/folder]" means.
+    """Parse "user/name", "name" or "hf://user/name[@revision][/folder]".
 
-    Raises ConfigError for what is no name of a model repository, for a token in it, and for two different revisions.
+    Raises ConfigError if it is not the name of a model repository, contains a token, or has a different `revision`.
     """
     refuse_secrets(text, "HF_TOKEN, `hf auth login` or token=")
     match = _URL.fullmatch(text)
@@ -116,13 +115,13 @@ def parse_place(text: str, revision: str | None = None) -> HubPlace:
 
 
 def make_api(token: str | None = None, endpoint: str | None = None) -> HfApi:
-    """The client of the Hub, or of what HF_ENDPOINT or `endpoint` names instead."""
+    """The client of the Hub, or of the server in HF_ENDPOINT or `endpoint`."""
     return HfApi(endpoint=endpoint, token=token, library_name="ft_ckpt", library_version=__version__)
 
 
 @contextmanager
 def hub_errors(where: str, *, writing: bool) -> Iterator[None]:
-    """Errors of the Hub come out as TargetError while writing, else as MissingError or UnreadableError."""
+    """Convert errors of the Hub to TargetError when `writing`, else to MissingError or UnreadableError."""
     try:
         yield
     except CheckpointError:
@@ -134,7 +133,7 @@ def hub_errors(where: str, *, writing: bool) -> Iterator[None]:
 
 @contextmanager
 def progress_bars(*, shown: bool) -> Iterator[None]:
-    """Leave the client's progress bars as they are, or keep them away while the block runs."""
+    """Disable the client's progress bars in the block, unless `shown`."""
     if shown or are_progress_bars_disabled():
         yield
         return
@@ -146,7 +145,7 @@ def progress_bars(*, shown: bool) -> Iterator[None]:
 
 
 def hub_status(error: BaseException | None) -> int | None:
-    """The status that the Hub answered with, where that is at the bottom of an error."""
+    """The HTTP status of an error or its causes, if any."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:
@@ -163,7 +162,7 @@ def _as_ours(where: str, error: BaseException, writing: bool) -> CheckpointError
 
 
 def _hub_reason(error: BaseException) -> str:
-    """What the client says, in one line of bounded length, and what it had from below."""
+    """The client's message and its cause, in one line of at most 400 characters."""
     words = " ".join(f"{type(error).__name__}: {error}".split())
     cause = error.__cause__
     below = "" if cause is None or hub_status(error) is None else f"; {' '.join(str(cause).split())}"
@@ -197,7 +196,7 @@ _TASKS = {  # by the end of a model's class, or the task type of an adapter
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What the metadata of a card should say."""
+    """The metadata of a model card."""
 
     name: str  # of the repository
     library: str | None
@@ -209,8 +208,9 @@ class CardFacts:
 
 
 def card_facts(name: str, manifest: Manifest, base_id: str | None, adapter_config: Mapping[str, Any]) -> CardFacts:
-    """What is known of a checkpoint for the card of the repository `name`."""
-    main = _main_part(manifest)
+    """The metadata of the checkpoint for the card of the repository `name`."""
+    parts = [part for part in manifest.parts if part.kind != "state"]
+    main = next((part for part in parts if part.path == ""), parts[0] if parts else None)
     kind = None if main is None else main.kind
     relation = "adapter" if kind == "adapter" else "merge" if len(manifest.made_from) > 1 else "finetune"
     tags = (f"base_model:{relation}:{base_id}",) if base_id else ()
@@ -227,15 +227,17 @@ def blank_text(name: str, manifest: Manifest) -> str:
 
 
 def updated_card(text: str, facts: CardFacts) -> tuple[str, list[str]]:
-    """The card with its metadata as they should be, byte for byte as it was if they are; and what to know of it."""
+    """The card with its metadata updated (byte for byte the same if nothing changes), and notes."""
     try:
         card = RepoCard(text)
     except (ValueError, yaml.YAMLError) as error:
         return text, [f"README.md: its metadata cannot be read ({' '.join(str(error).split())}), so it stays as it is"]
     data: Any = card.data  # its methods are not typed
     before, notes = data.to_dict(), []
-    for key, value in _fields_of(facts):
-        data[key] = value
+    fields = {"library_name": facts.library, "base_model": facts.base_id, "base_model_relation": facts.relation}
+    for key, value in fields.items():
+        if value is not None:
+            data[key] = value
     tags = data.get("tags") or []
     tags = [tag for tag in ([tags] if isinstance(tags, str) else tags) if not _is_of_other_base(str(tag), facts)]
     data["tags"] = list(dict.fromkeys([*tags, *facts.tags])) or None
@@ -252,20 +254,15 @@ def updated_card(text: str, facts: CardFacts) -> tuple[str, list[str]]:
     return (text if data.to_dict() == before else str(card)), notes
 
 
-def _fields_of(facts: CardFacts) -> Iterator[tuple[str, str]]:
-    found = {"library_name": facts.library, "base_model": facts.base_id, "base_model_relation": facts.relation}
-    yield from ((key, value) for key, value in found.items() if value is not None)
-
-
 def _is_of_other_base(tag: str, facts: CardFacts) -> bool:
-    """Whether a tag names another base than the facts, or a path of this machine."""
+    """Whether a tag names another base, or a path of this machine."""
     if not tag.startswith("base_model:") or tag in facts.tags:
         return False
     return facts.base_id is not None or not is_hub_name(tag.split(":")[-1])
 
 
 def _with_results(index: Any, facts: CardFacts) -> list[Any] | None:
-    """The model index with the results of this checkpoint in place of an older one's; None for one that is none."""
+    """The model index with this checkpoint's results instead of an older one's; None if it is malformed."""
     index = copy.deepcopy(index) if index else [{"name": facts.name, "results": []}]
     try:
         results = [one for one in index[0]["results"] if one["dataset"].get("name") != _DATASET["name"]]
@@ -277,7 +274,7 @@ def _with_results(index: Any, facts: CardFacts) -> list[Any] | None:
 
 
 def _short_name(name: str) -> str:
-    """The name of a metric without what it was measured on."""
+    """The name of a metric without the name of its data set, as in "eval_"."""
     for start in _EVALUATED:
         for mark in "_/":
             name = name.removeprefix(f"{start}{mark}")
@@ -285,15 +282,9 @@ def _short_name(name: str) -> str:
 
 
 def _is_result(name: str, value: float, manifest: Manifest) -> bool:
-    """Whether a number says how good the model is, not how it was trained or how long that took."""
+    """Whether a metric measures the quality of the model, not the training or its speed."""
     is_told = name in manifest.rankings or name.startswith(_EVALUATED)
     return is_told and math.isfinite(value) and not name.endswith(_NO_RESULTS)
-
-
-def _main_part(manifest: Manifest) -> PartRecord | None:
-    """The part that readers of the folder itself load."""
-    parts = [part for part in manifest.parts if part.kind != "state"]
-    return next((part for part in parts if part.path == ""), parts[0] if parts else None)
 
 
 def _task_of(part: PartRecord | None, adapter_config: Mapping[str, Any]) -> str | None:
@@ -303,12 +294,12 @@ def _task_of(part: PartRecord | None, adapter_config: Mapping[str, Any]) -> str 
     return next((task for end, task in _TASKS.items() for name in told if name.endswith(end)), None)
 
 
-_ARRIVING = ".arriving"  # in the stage: what the library has fetched, beside notes of its own
+_ARRIVING = ".arriving"  # in the stage: the library's download folder, with its cache files
 _FILES_AT_ONCE = 8
 
 
 def fetch_checkpoint(source: str, folder: Path | None, *, token: str | None, overwrite: bool) -> PullReport:
-    """Fetch what `source` holds into `folder`, see `push.pull`."""
+    """Fetch the checkpoint at `source` into `folder`, see `push.pull`."""
     begun, place = time.monotonic(), parse_place(source)
     if folder is None:
         raise ConfigError(f"{source}: no folder to pull it into; the cache is for buckets, the Hub has one of its own")
@@ -349,7 +340,7 @@ def _is_hidden_name(name: str) -> bool:
 
 @contextmanager
 def _staging_for(folder: Path) -> Iterator[LocalStaging]:
-    """A hidden folder to fill, which is gone afterwards unless it was put in place."""
+    """A hidden folder for the files, deleted at the end unless it was committed."""
     staging = open_staging(folder)
     try:
         yield staging
@@ -358,7 +349,7 @@ def _staging_for(folder: Path) -> Iterator[LocalStaging]:
 
 
 def _download_files(api: HfApi, place: HubPlace, oid: str, names: Sequence[str], store: LocalStore) -> None:
-    """Put the files into `store`, all of one commit."""
+    """Download files of one commit into `store`."""
     arriving = store.within(_ARRIVING)
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
         paths = map(place.path_of, names)
@@ -372,7 +363,7 @@ def _download_file(api: HfApi, repo_id: str, path: str, oid: str, folder: Path) 
 
 
 def _take_over(source: Store, names: Sequence[str], store: Store, others: Sequence[str]) -> None:
-    """Give the files `names` the names `others` in `store`, too; without links they are copied."""
+    """Link files of `source` under `others` in `store`; without links they are copied."""
     for name, other in zip(names, others, strict=True):
         if not store.copy(name, other, source):
             with closing(source.open(name)) as file:
@@ -380,9 +371,9 @@ def _take_over(source: Store, names: Sequence[str], store: Store, others: Sequen
 
 
 def _put_in_place(staging: LocalStaging, place: HubPlace) -> Manifest:
-    """Compare what was fetched with its manifest, and commit it; files beside it, such as the card, become part of it.
+    """Verify the files and commit them; unlisted ones, such as the card, are added to the manifest.
 
-    Raises CorruptError when it differs, ManifestError when the manifest cannot be used.
+    Raises CorruptError if they differ from the manifest, ManifestError if that cannot be read.
     """
     store = staging.store
     manifest = load_manifest(store)
@@ -403,7 +394,7 @@ _PATHS_AT_ONCE = 500  # the Hub answers for a thousand at most
 
 @dataclass(frozen=True)
 class _Head:
-    """What a repository has when it is looked at."""
+    """The state of a repository before a push."""
 
     oid: str
     names: frozenset[str]  # of all files
@@ -444,7 +435,7 @@ def send_checkpoint(held: OpenCheckpoint, destination: str, options: PushOptions
 
 
 def _commit_once(api: HfApi, place: HubPlace, path: Path, outgoing: OutgoingFiles, options: PushOptions) -> PushReport:
-    """Look at the repository, and make the one commit that brings it up to date."""
+    """Read the state of the repository and make one commit on top of it."""
     head = _look_at_head(api, place, options)
     files, notes = _with_card(place, outgoing, options, head)
     stale = _stale_names(place, head, files, outgoing.manifest)
@@ -477,7 +468,7 @@ def _commit_once(api: HfApi, place: HubPlace, path: Path, outgoing: OutgoingFile
 
 
 def _look_at_head(api: HfApi, place: HubPlace, options: PushOptions) -> _Head:
-    """What is there; the repository and the branch are made if they are not. Raises TargetError for a public one."""
+    """The state of the repository; creates missing ones. Raises TargetError if it is public and must not be."""
     try:
         info = api.model_info(place.repo_id, revision=place.revision)
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
@@ -506,7 +497,7 @@ def _remote_text(api: HfApi, place: HubPlace, oid: Any, name: str, names: frozen
 def _with_card(
     place: HubPlace, outgoing: OutgoingFiles, options: PushOptions, head: _Head
 ) -> tuple[dict[str, Path | bytes], list[str]]:
-    """The files with the card that the repository should have; in a folder of it a card is a file like others."""
+    """The files with the repository's updated card; below its root a card is an ordinary file."""
     files = dict(outgoing.files)
     if place.folder:
         return files, []
@@ -520,14 +511,14 @@ def _with_card(
 
 
 def _stale_names(place: HubPlace, head: _Head, files: Iterable[str], manifest: Manifest) -> list[str]:
-    """Files of older checkpoints that readers would mix up with this one's, or that nobody would miss."""
+    """Files of older checkpoints: those in the old manifest, and those that loaders would confuse with new ones."""
     sent, older = set(files), {file.path for file in head.manifest.files} if head.manifest else set()
     beside = [name for name in place.names_below(sorted(head.names)) if name not in sent]
     return [name for name in beside if name in older or is_misleading(name, manifest)]
 
 
 def _check_arrived(api: HfApi, place: HubPlace, oid: str, sizes: dict[str, int]) -> None:
-    """Compare the commit with what was sent: a .gitignore there leaves files out without a word."""
+    """Compare the commit with the sent files: a .gitignore in the repository drops files silently."""
     paths = list(sizes)
     found: dict[str, int] = {}
     for at in range(0, len(paths), _PATHS_AT_ONCE):
@@ -540,6 +531,6 @@ def _check_arrived(api: HfApi, place: HubPlace, oid: str, sizes: dict[str, int])
 
 
 def _is_worth_another_look(error: BaseException) -> bool:
-    """Whether others have committed meanwhile, or the Hub was not well: it may have made the commit nevertheless."""
+    """Whether to try again: after a concurrent commit or a server error, which may have made the commit."""
     status = hub_status(error)
     return isinstance(error, HTTP_ERROR) if status is None else status in (409, 412) or status >= 500

@@ -1,7 +1,6 @@
-"""Selects the files of a checkpoint that are sent elsewhere, and reports them.
+"""Selects the files of a checkpoint to push, and the records of pushes and pulls.
 
-The manifest that goes along lists what is sent, as it is sent. The model card is not listed: where checkpoints are
-shown, people write into it.
+The pushed manifest lists the files as they are sent. The model card is not listed, because people edit it on the Hub.
 """
 
 import json
@@ -26,21 +25,21 @@ _CONFIG_LIMIT_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class OutgoingFiles:
-    """What is sent of a checkpoint."""
+    """The files of a checkpoint to push."""
 
-    files: Mapping[str, Path | bytes]  # by path in the checkpoint: the open file, or what is sent instead
-    manifest: Manifest  # of what is sent
-    base_id: str | None  # what the base is called on the Hub
+    files: Mapping[str, Path | bytes]  # by path in the checkpoint: the file, or content sent in its place
+    manifest: Manifest  # of the sent files
+    base_id: str | None  # name of the base on the Hub
     notes: tuple[str, ...]
 
     def content(self, name: str) -> bytes:
-        """The content of a small file, as it is sent; none of one that is not."""
+        """The content of a small file as it is sent; b"" if it is not sent."""
         file = self.files.get(name, b"")
         return file if isinstance(file, bytes) else LocalStore(file.parent).read(file.name)
 
 
 def refuse_damaged(held: OpenCheckpoint) -> None:
-    """Raise CorruptError when a file of the checkpoint is not what its manifest says; the card may have been edited."""
+    """Raise CorruptError if a file differs from the manifest; the card may differ."""
     files = tuple(file for file in held.manifest.files if file.path != CARD_NAME)
     problems = replace(held, manifest=replace(held.manifest, files=files)).find_problems(deep=True)
     if problems:
@@ -48,7 +47,7 @@ def refuse_damaged(held: OpenCheckpoint) -> None:
 
 
 def outgoing_files(held: OpenCheckpoint, *, state: bool, base_id: str | None) -> OutgoingFiles:
-    """What to send of an open checkpoint, with its `state` or without; `base_id` is what its base is called."""
+    """The files to push of an open checkpoint; with the training state if `state`. `base_id`: Hub name of the base."""
     manifest = held.manifest if state else weights_manifest(held.manifest)
     sent = [file for file in manifest.files if not _is_hidden(file.path)]
     left_out = sorted({file.path for file in held.manifest.files} - {file.path for file in sent})
@@ -71,7 +70,7 @@ def outgoing_files(held: OpenCheckpoint, *, state: bool, base_id: str | None) ->
 
 
 def weights_manifest(manifest: Manifest) -> Manifest:
-    """The manifest of the weights alone, as a save of them within the run would have it."""
+    """The manifest without the training state."""
     folders = [part.path for part in manifest.parts if part.kind == "state"]
     files = tuple(
         file
@@ -79,7 +78,7 @@ def weights_manifest(manifest: Manifest) -> Manifest:
         if file.path not in _OF_RUNS and not any(file.path.startswith(f"{folder}/") for folder in folders)
     )
     parts = tuple(part for part in manifest.parts if part.kind != "state")
-    export = manifest.export or bool(folders)  # fetched into its run's folder, no rule of the run deletes it
+    export = manifest.export or bool(folders)  # if pulled into its run's folder, retention keeps it
     return replace(manifest, files=files, parts=parts, export=export)
 
 
@@ -88,7 +87,7 @@ def _is_hidden(path: str) -> bool:
 
 
 def _configs_of(held: OpenCheckpoint, files: list[FileRecord]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The small JSON objects that say how to build what is sent, by path."""
+    """The config files to send, parsed, by path."""
     for file in files:
         name = PurePosixPath(file.path).name
         if name.endswith("config.json") and file.size_bytes <= _CONFIG_LIMIT_BYTES:
@@ -101,7 +100,7 @@ def _configs_of(held: OpenCheckpoint, files: list[FileRecord]) -> Iterator[tuple
 
 
 def _base_on_hub(manifest: Manifest, configs: Mapping[str, dict[str, Any]]) -> str | None:
-    """What the base is called on the Hub, by adapter configs and the manifest."""
+    """The Hub name of the base, from adapter configs and the manifest."""
     told = [config.get("base_model_name_or_path") for config in configs.values()]
     told += [part.base.id for part in manifest.parts if part.base is not None]
     return next((name for name in told if isinstance(name, str) and is_hub_name(name)), None)
@@ -120,7 +119,7 @@ def _named_base(base: BaseRecord | None, base_id: str | None) -> BaseRecord | No
 def _changed_configs(
     configs: Mapping[str, dict[str, Any]], local: set[str], base_id: str | None
 ) -> Iterator[tuple[str, tuple[bytes, str]]]:
-    """The configs that name places of this machine, by path: as they are sent, and what was changed."""
+    """The configs with paths of this machine, by path: (content without them, description of the change)."""
     for path, config in configs.items():
         told: list[str] = []
         found = _without_places(config, "", local, base_id, told)
@@ -129,7 +128,7 @@ def _changed_configs(
 
 
 def _without_places(value: Any, key: str, local: set[str], base_id: str | None, told: list[str]) -> Any:
-    """The JSON value without paths of this machine; what is changed is added to `told`."""
+    """The JSON value without paths of this machine; descriptions of changes are appended to `told`."""
     if isinstance(value, dict):
         return {name: _without_places(each, name, local, base_id, told) for name, each in value.items()}
     if isinstance(value, list):
@@ -143,7 +142,7 @@ def _without_places(value: Any, key: str, local: set[str], base_id: str | None, 
 
 
 def _is_place_here(text: str) -> bool:
-    """Whether a text is the absolute path of something on this machine; single names such as "/s" are tokens."""
+    """Whether a text is an existing absolute path; single names such as "/s" are taken for tokens."""
     path = Path(text)
     if not path.is_absolute() or len(path.parts) < 3 or "\0" in text:
         return False
@@ -159,29 +158,29 @@ class PushOptions:
     revision: str | None = None
     private: bool | None = None
     token: str | None = field(default=None, repr=False)
-    state: bool = False  # the state of the run goes along
-    base_id: str | None = None  # what the base is called on the Hub
+    state: bool = False  # push the training state, too
+    base_id: str | None = None  # name of the base on the Hub
     message: str | None = None
     quiet: bool = False  # no progress bars
-    card: str | None = None  # the text that takes the place of the card that is there; None keeps that one
+    card: str | None = None  # replaces the card of the repository; None keeps it
 
 
 @dataclass(frozen=True)
 class PushReport:
-    """A finished push: where the checkpoint is now, and what was decided on the way."""
+    """A finished push."""
 
     path: Path | str
     """The checkpoint that was pushed."""
     url: str
-    """Where it is, as `pull` takes it."""
+    """The destination, as `pull` takes it."""
     repo_id: str
     """The repository; "" in a bucket."""
     oid: str
-    """The commit that it is in; in a bucket the digest of the manifest that was pushed."""
+    """The commit; in a bucket the digest of the pushed manifest."""
     commit_url: str
     """Address of that commit, or of the manifest in a bucket."""
     is_new: bool
-    """Whether a commit was made; False when all of it was there already."""
+    """Whether a commit was made; False if the destination had all files."""
     files: tuple[str, ...]
     """Paths of the files of the checkpoint, in the repository."""
     deleted: tuple[str, ...]
@@ -189,9 +188,9 @@ class PushReport:
     bytes: int
     """Size of the files, in bytes."""
     seconds: float
-    """How long it took."""
+    """Duration."""
     notes: tuple[str, ...]
-    """What was left out or changed, and a reader should know."""
+    """Files that were left out or changed."""
 
 
 @dataclass(frozen=True)
@@ -201,14 +200,14 @@ class PullReport:
     path: Path
     """The folder it is in."""
     url: str
-    """Where it came from."""
+    """The source."""
     oid: str
-    """The commit that it was taken from; of a bucket the digest of the manifest there."""
+    """The commit; of a bucket the digest of the manifest."""
     verified: bool
-    """Whether there was a manifest, with which all files agree."""
+    """Whether there was a manifest; then all files agree with it."""
     files: tuple[str, ...]
     """Paths of its files, relative to the folder."""
     bytes: int
     """Size of the files, in bytes."""
     seconds: float
-    """How long it took."""
+    """Duration."""

@@ -32,15 +32,15 @@ class PendingPush:
     url: str
     """Where to."""
     future: "Future[PushReport]"
-    """What it comes to."""
+    """Resolves to the report."""
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with or without an error."""
         return self.future.done()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for it, at most `timeout` seconds; whether it has ended, well or not."""
+        """Wait for it, at most `timeout` seconds; returns whether it has ended, with or without an error."""
         return bool(wait([self.future], timeout).done)
 
     def result(self, timeout: float | None = None) -> PushReport:
@@ -52,7 +52,10 @@ class PendingPush:
 
 
 class PushQueue:
-    """Threads that push; each begins when the one before has ended. The process waits for them before it ends."""
+    """A queue of jobs, one at a time, each in a daemon thread. The process waits for them at exit.
+
+    Not a ThreadPoolExecutor: Python joins its threads at exit even after an interrupt of that wait.
+    """
 
     def __init__(self, at_exit: Callable[[], object] | None = None) -> None:
         self.lock = threading.Lock()
@@ -61,15 +64,14 @@ class PushQueue:
         _QUEUES.add(self)
 
     def begin(self, name: str, job: Callable[[], object]) -> None:
-        """Run `job`, which raises nothing, in a thread of that name once those before it are over."""
+        """Run `job`, which must not raise, in a thread of that name after all earlier jobs."""
         with self.lock:
-            # Not a thread that Python waits for by itself: whoever interrupts the wait below wants to leave.
             thread = threading.Thread(target=_run_after, args=(self.last, job), name=name, daemon=True)
             thread.start()
             self.last = thread
 
     def join(self, seconds: float | None = None) -> bool:
-        """Wait for all, at most so long; whether they are over. In a forked child, which has none, at once."""
+        """Wait for all jobs, at most `seconds`; returns whether all have ended. A forked child has none."""
         last = self.last
         if last is None:
             return True
@@ -82,10 +84,7 @@ _QUEUE = PushQueue()
 
 
 def start_push(place: Place, url: str, send: Callable[[OpenCheckpoint], PushReport]) -> PendingPush:
-    """Send the checkpoint at `place` in the background; it is leased from now on.
-
-    What is wrong with the checkpoint itself is told by the handle, too.
-    """
+    """Send the checkpoint at `place` in the background, leased from now on. All errors are raised from the handle."""
     push = PendingPush(place.location, url, Future())
     stack = ExitStack()
     try:
@@ -108,7 +107,7 @@ def start_push(place: Place, url: str, send: Callable[[OpenCheckpoint], PushRepo
 
 
 def wait_for_pushes(pushes: Sequence[PendingPush]) -> None:
-    """Wait until all have ended; whoever interrupts that is told what has not been pushed."""
+    """Wait until all have ended; an interrupt warns of those that have not."""
     waiting = [push for push in pushes if not push.done]
     for push in waiting:
         LOG.info("waiting until %s is pushed to %s", location_name(push.path), push.url)
@@ -120,7 +119,7 @@ def wait_for_pushes(pushes: Sequence[PendingPush]) -> None:
 
 
 def warn_of_unpushed(pushes: Sequence[PendingPush]) -> None:
-    """Name those that have not ended."""
+    """Warn of pushes that have not ended."""
     if left := [f"{push.path} to {push.url}" for push in pushes if not push.done]:
         warn(f"{listing(left)}: not pushed yet; `ft-ckpt push` does it again", stacklevel=3)
 
@@ -145,13 +144,13 @@ def _end_queues() -> None:
         queue.at_exit()
 
 
-# Uploads use thread pools, which take no more work once the interpreter begins to end: they are waited for before, as
-# what was registered last is called first.
+# Uploads use thread pools, which accept no work after their own exit hook. Hooks run in reverse order of registration,
+# so this one runs before it.
 getattr(threading, "_register_atexit", atexit.register)(_end_queues)
 
 
-# For each scheme the module with `destination_url` and `send_checkpoint`, and the one with `fetch_checkpoint`; they
-# are imported when one is asked for, as their clients take a while.
+# For each scheme the module with `destination_url` and `send_checkpoint`, and the one with `fetch_checkpoint`. They are
+# imported on use, because their clients are slow to import.
 _BUCKETS = dict.fromkeys(SCHEMES, "ft_ckpt.transfer.buckets")
 _SENDERS = {"hf": "ft_ckpt.transfer.hub", **_BUCKETS}
 _FETCHERS = {"hf": "ft_ckpt.transfer.hub", **_BUCKETS}
@@ -194,7 +193,7 @@ def push(
 
 
 def push_now(checkpoint: Checkpoint, destination: str | Place, options: PushOptions) -> PushReport:
-    """Push as `push` does, with its options in one."""
+    """As `push`, with its options in one object."""
     sender = _module_for(destination, _SENDERS)
     sender.destination_url(destination, options)
     with open_checkpoint(_place_for(sender, checkpoint), compares=False) as held:
@@ -203,7 +202,7 @@ def push_now(checkpoint: Checkpoint, destination: str | Place, options: PushOpti
 
 
 def begin_push(checkpoint: Checkpoint, destination: str | Place, options: PushOptions) -> PendingPush:
-    """Push as `push` does in the background, with its options in one."""
+    """As `push` in the background, with its options in one object."""
     sender = _module_for(destination, _SENDERS)
     url: str = sender.destination_url(destination, options)
     quiet = replace(options, quiet=True)
@@ -250,7 +249,7 @@ def pull(
 
 
 def _place_for(sender: ModuleType, checkpoint: Checkpoint) -> Place:
-    """The checkpoint, where this sender can read it: the Hub's client takes nothing but files of this machine."""
+    """The checkpoint where the sender can read it: the Hub's client reads local files only, so a bucket's is pulled."""
     place = open_place(checkpoint)
     if isinstance(place.store, LocalStore) or sender.__name__ in _BUCKETS.values():
         return place

@@ -1,6 +1,6 @@
 """Copies the checkpoints of a run that another place lacks, newest first; uploads of staged runs.
 
-So the checkpoint that matters most is safe first, however soon it ends; the run may go on writing meanwhile.
+The newest checkpoint is safe first, even if the copy is interrupted. The run may write while it is copied.
 """
 
 import os
@@ -49,29 +49,29 @@ class SyncReport:
     """What `sync` did, or would do in a dry run; checkpoints go by their names in the folder of the run."""
 
     missing: tuple[str, ...]
-    """Checkpoints that the destination lacked, newest first; one with a newer save of the same step is lacking."""
+    """Checkpoints that the destination lacked, or had from an older save of the same step; newest first."""
     present: tuple[str, ...]
-    """Those that it had already."""
+    """Checkpoints that the destination had."""
     copied: tuple[CopyReport, ...]
-    """What became of the missing ones; none in a dry run."""
+    """Reports of the missing ones that were copied; none in a dry run."""
     dropped: tuple[str, ...]
-    """Deleted at the destination, as they are no longer at the source."""
+    """Checkpoints deleted at the destination, because the source has deleted them."""
     stripped: tuple[str, ...]
-    """Deprived of their training state at the destination, as they are at the source."""
+    """Checkpoints whose training state was deleted at the destination, because the source has deleted it."""
     kept: Mapping[str, tuple[str, ...]]
-    """What was to be deleted and stays, with the reasons: a pin, a lease."""
+    """Checkpoints that were to be deleted and stay, with the reasons: a pin, a lease."""
     problems: tuple[str, ...]
-    """What was not copied or deleted, and why."""
+    """Checkpoints that were not copied or deleted, with the reasons."""
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that were read here and written there."""
+        """Bytes read from the source and written to the destination."""
         return sum(report.sent_bytes for report in self.copied)
 
 
 @dataclass
 class _SyncPlan:
-    """What has to be done, by the names of checkpoints."""
+    """Checkpoints to copy, strip and delete."""
 
     copy: list[CheckpointInfo] = field(default_factory=list)
     present: list[CheckpointInfo] = field(default_factory=list)
@@ -89,28 +89,31 @@ def sync(
 ) -> SyncReport:
     """Copy the checkpoints of the run `source` that `destination` lacks, newest first; both are paths or URLs.
 
-    Each goes as `copy` says: compared by digest, visible when it is whole, and files that another checkpoint there has
-    are not sent again. A checkpoint of the same run that was saved anew under its name is replaced; one of another run
-    never is, and is a problem. The run may go on: what is being copied is leased.
+    Each is copied as by `copy`: compared by digest, visible when it is complete; files that another checkpoint there
+    has are not sent again. A checkpoint of the same run that was saved again under its name is replaced; one of another
+    run is never replaced and is reported as a problem. The run may go on: checkpoints are leased while they are copied.
 
-    Nothing is deleted unless `delete` is True: then checkpoints of the same runs that are no longer at the source, and
-    training states that they have no longer, go at the destination, too; weights saved beside a run's checkpoints
-    stay, and so does what is pinned or in use. Nothing goes where anything else went wrong.
+    Nothing is deleted unless `delete` is True. Then checkpoints of the same runs, and training states, that the source
+    no longer has are deleted at the destination, too; weights saved beside a run's checkpoints stay, and so do pinned
+    checkpoints and those in use. Nothing is deleted if there was any problem.
 
-    Raises NotACheckpointError when `source` has no checkpoints, ConfigError when it is one, UnreadableError when one of
-    both cannot be looked through. What a single checkpoint meets is among the report's `problems`.
+    Raises NotACheckpointError when `source` has no checkpoints, ConfigError when it is a checkpoint, UnreadableError
+    when one of both cannot be listed. Failures of single checkpoints are among the report's `problems`.
     """
     start, goal = open_place(source), open_place(destination)
     here = list_checkpoints(start)
     _refuse_no_run(start, here)
     plan = _plan_sync(here, list_checkpoints(goal), goal, delete=delete)
-    missing, present = _synced_names(plan.copy), _synced_names(plan.present)
+    missing, present = (tuple(info.name for info in infos) for infos in (plan.copy, plan.present))
     if dry_run:
         return SyncReport(missing, present, (), tuple(plan.drop), tuple(plan.strip), {}, tuple(plan.problems))
     make_like(goal.folder, start.folder)
     copied = _copy_missing(plan, goal)
     _settle_present(plan, goal)
-    removed = PruneReport() if plan.problems or not delete else _delete_there(plan, goal)
+    removed = PruneReport()
+    if delete and not plan.problems:
+        drop, strip = ([_place_in(goal, name).location for name in names] for names in (plan.drop, plan.strip))
+        removed = remove_checkpoints(goal, drop, strip)
     return SyncReport(
         missing,
         present,
@@ -120,10 +123,6 @@ def sync(
         {location_name(path): why for path, why in removed.kept.items()},
         (*plan.problems, *removed.problems),
     )
-
-
-def _synced_names(infos: list[CheckpointInfo]) -> tuple[str, ...]:
-    return tuple(info.name for info in infos)
 
 
 def _refuse_no_run(start: Place, here: Listing) -> None:
@@ -142,7 +141,7 @@ def _plan_sync(here: Listing, there: Listing, goal: Place, *, delete: bool) -> _
     for info in reversed([info for info in here.found if info.name not in unread]):
         _plan_one(plan, info, known.get(info.name), goal, delete=delete)
     if delete:
-        # A run's export lies wherever somebody has put it: only checkpoints of the run tell that this is its place.
+        # An export may lie in any folder; only checkpoints with a run id show that this is the folder of the run.
         runs = {info.manifest.run_id for info in here.found if not info.manifest.export} - {None}
         extra = [info for info in there.found if info.name not in names and not info.manifest.export]
         plan.drop += [info.name for info in extra if info.manifest.run_id in runs]
@@ -152,8 +151,10 @@ def _plan_sync(here: Listing, there: Listing, goal: Place, *, delete: bool) -> _
 def _plan_one(
     plan: _SyncPlan, info: CheckpointInfo, found: CheckpointInfo | None, goal: Place, *, delete: bool
 ) -> None:
-    """Decide about one checkpoint at the source; `found` is what has its name at the destination."""
-    if found is None or _is_newer_save(found.manifest, info.manifest):
+    """Plan one checkpoint of the source; `found` is the checkpoint of its name at the destination."""
+    run_id = info.manifest.run_id
+    saved_again = found is not None and run_id is not None and run_id == found.manifest.run_id
+    if found is None or (saved_again and info.manifest.created > found.manifest.created):
         plan.copy.append(info)
     elif content_identity(found.manifest) == content_identity(info.manifest):
         (plan.present if is_there(_place_in(goal, info.name), info.manifest) else plan.copy).append(info)
@@ -167,19 +168,14 @@ def _plan_one(
         )
 
 
-def _is_newer_save(found: Manifest, manifest: Manifest) -> bool:
-    """Whether the same run has saved the checkpoint anew since."""
-    return manifest.run_id is not None and manifest.run_id == found.run_id and manifest.created > found.created
-
-
 def _copy_missing(plan: _SyncPlan, goal: Place) -> list[CopyReport]:
-    """Copy what is missing; the plan gets the problems. A place that fails ends it, one bad checkpoint does not."""
+    """Copy the missing checkpoints and add problems to the plan. An I/O error ends it; a bad checkpoint is skipped."""
     done = []
     for info in plan.copy:
         found = _copy_or_error(info, _place_in(goal, info.name))
         if isinstance(found, CopyReport):
             done.append(found)
-        elif not isinstance(found, NotACheckpointError):  # deleted by its run meanwhile
+        elif not isinstance(found, NotACheckpointError):  # else its run has deleted it
             plan.problems.append(f"{info.path}: not copied: {found}")
             if isinstance(found, OSError) and not isinstance(found, NameTakenError):
                 break
@@ -195,7 +191,7 @@ def _copy_or_error(info: CheckpointInfo, goal: Place) -> CopyReport | Exception:
 
 
 def _settle_present(plan: _SyncPlan, goal: Place) -> None:
-    """Clear what an earlier sync has left at the destination that was killed after its last commit."""
+    """Delete leftovers of an earlier sync that was killed after its last commit."""
     if not isinstance(goal.store, LocalStore):
         recover_all(goal)  # from one listing
         return
@@ -203,23 +199,17 @@ def _settle_present(plan: _SyncPlan, goal: Place) -> None:
         settle_staging_at(_place_in(goal, info.name))
 
 
-def _delete_there(plan: _SyncPlan, goal: Place) -> PruneReport:
-    """Delete and strip what the plan says, unless it is guarded."""
-    drop, strip = ([_place_in(goal, name).location for name in names] for names in (plan.drop, plan.strip))
-    return remove_checkpoints(goal, drop, strip)
-
-
 def _place_in(goal: Place, name: str) -> Place:
     return Place(goal.folder, name)
 
 
-LONGEST_EXIT_SECONDS = 600.0  # that a process which has to end waits for uploads
-_GIVING_UP_SECONDS = 10.0  # for an upload to notice that it is given up
+LONGEST_EXIT_SECONDS = 600.0  # a process that has to end waits this long for uploads
+_GIVING_UP_SECONDS = 10.0  # for an upload to notice that it is cancelled
 
 
 @dataclass(frozen=True)
 class UploadTerms:
-    """Whose checkpoints are uploaded, and what becomes of older ones."""
+    """The run whose checkpoints are uploaded, and its retention rules."""
 
     run_id: str
     own_ids: Collection[str]  # runs whose checkpoints of the same name are replaced
@@ -229,31 +219,31 @@ class UploadTerms:
 
 @dataclass
 class _Round:
-    """One look through the staging folder, from the newest checkpoint down; by the digests of what they hold."""
+    """One pass over the staging folder, newest checkpoint first. Checkpoints are identified by content digest."""
 
     terms: UploadTerms
     seen: set[str] = field(default_factory=set)
-    there: set[str] = field(default_factory=set)  # those that are in the bucket
+    there: set[str] = field(default_factory=set)  # in the bucket
     problems: dict[str, Exception] = field(default_factory=dict)  # by name
-    damaged: dict[str, Exception] = field(default_factory=dict)  # likewise, of those that were set aside
-    ended_by: Exception | None = None  # what would befall the others, too
+    damaged: dict[str, Exception] = field(default_factory=dict)  # by name, of checkpoints that were set aside
+    ended_by: Exception | None = None  # an error that would hit the other checkpoints, too
 
 
 class RunUploads:
-    """The uploads of one run, on the rank that leads."""
+    """The uploads of one run, on rank 0."""
 
     def __init__(self, staging: Place, bucket: Place, give_way: Callable[[], object]) -> None:
         self.staging, self.bucket = staging, bucket
         self.give_way = give_way  # called first in each thread
-        self.sweeping = threading.Lock()  # held by who deletes in the staging folder, so that none gives way to another
+        self.sweeping = threading.Lock()  # held while checkpoints of the staging folder are deleted
         self.problems: dict[str, Exception] = {}  # of the last round
         self._queue = PushQueue(self._end_with_process)
         self._change = threading.Lock()
         self._waiting: list[PendingPush] = []
         self._terms: UploadTerms | None = None
-        self._known_there: set[str] = set()  # what rounds have found in the bucket, to name what is missing
-        self._is_queued = False  # a round will begin, that finds all there is
-        self._has_told = False  # what is left, since a round was asked for
+        self._known_there: set[str] = set()  # found in the bucket by any round
+        self._is_queued = False  # a round that has not begun will find new checkpoints
+        self._has_told = False  # remaining checkpoints were reported since the last request
         self._is_over = threading.Event()
 
     def takes(self, checkpoint: Place) -> bool:
@@ -261,7 +251,7 @@ class RunUploads:
         return checkpoint.beside.identity == self.staging.folder.identity
 
     def begin_upload(self, checkpoint: Place, terms: UploadTerms) -> PendingPush:
-        """Upload a checkpoint of the staging folder when its turn comes.
+        """Queue the upload of a checkpoint of the staging folder.
 
         The handle raises NotACheckpointError when `terms.keep` has deleted it before that.
         """
@@ -272,7 +262,7 @@ class RunUploads:
         return push
 
     def begin_round(self, terms: UploadTerms) -> None:
-        """Upload all that the bucket lacks."""
+        """Start uploading all checkpoints that the bucket lacks."""
         with self._change:
             self._terms, self._has_told = terms, False
             if self._is_queued:
@@ -281,9 +271,9 @@ class RunUploads:
         self._queue.begin("ft_ckpt-uploads", self._do_round)
 
     def finish(self, seconds: float | None = None) -> str:
-        """Wait until all is uploaded, at most so long; what failed is tried once more. What is left, in words, or "".
+        """Wait for all uploads, at most `seconds`; failed ones are tried once more. Returns a description of the rest.
 
-        After `seconds` the upload under way is broken off.
+        After `seconds` the current upload is cancelled. The description is "" if nothing is left.
         """
         until = None if seconds is None else time.monotonic() + seconds
         try:
@@ -291,7 +281,7 @@ class RunUploads:
             if self.problems and self._terms is not None and not self._is_over.is_set():
                 self.begin_round(self._terms)
                 self._wait_until(until)
-        except BaseException:  # who interrupts this wants to leave
+        except BaseException:  # an interrupt: do not wait at exit either
             self._is_over.set()
             self.warn_of_left()
             raise
@@ -299,12 +289,11 @@ class RunUploads:
         return self._describe_left()
 
     def warn_of_left(self) -> None:
-        """Name what is not uploaded now, unless `finish` has done so."""
+        """Warn of checkpoints that are not uploaded, unless `finish` has reported them."""
         if not self._has_told and (left := self._describe_left()):
             warn(left, stacklevel=3)
 
     def _describe_left(self) -> str:
-        """What is not uploaded, or not known to be, and where it is; "" when nothing is left."""
         waiting = [_pushed_name(push) for push in self._waiting if not push.done]
         if not (waiting or self.problems) and self._queue.join(0):
             return ""
@@ -315,7 +304,7 @@ class RunUploads:
         return Place(self.bucket.folder, name)
 
     def _wait_until(self, until: float | None) -> None:
-        """Wait for the thread; when time is up, break off what it does."""
+        """Wait for the thread until `until`, then cancel its upload."""
         if not self._queue.join(0):
             LOG.info("waiting until all of %s is uploaded to %s", self.staging, self.bucket)
         if not self._queue.join(None if until is None else max(0.0, until - time.monotonic())):
@@ -323,12 +312,10 @@ class RunUploads:
             self._queue.join(_GIVING_UP_SECONDS)
 
     def _end_with_process(self) -> None:
-        """Before the process ends: wait for a while, as after a signal."""
         if not self._is_over.is_set() and not self._queue.join(0) and (left := self.finish(LONGEST_EXIT_SECONDS)):
             warn(left, stacklevel=2)
 
     def _do_round(self) -> None:
-        """In a thread."""
         self.give_way()
         with self._change:
             asked = [push for push in self._waiting if not push.done]
@@ -342,7 +329,7 @@ class RunUploads:
             one.problems.update((location_name(path), error) for path, error in unread.items())
             while one.ended_by is None and (infos := self._listed_without(one.seen)):
                 self._bring_one(infos[0], one)
-        except Exception as error:  # noqa: BLE001 - told by the handles, and a thread has nobody else to tell
+        except Exception as error:  # noqa: BLE001 - raised from the handles
             one.ended_by = error
         self._known_there |= one.there
         self.problems = self._problems_after(one)
@@ -354,7 +341,7 @@ class RunUploads:
             self._settle_rest(asked, one)
 
     def _problems_after(self, one: _Round) -> dict[str, Exception]:
-        """Why what the round has not brought is not there, by name, newest first."""
+        """The reasons why checkpoints are not in the bucket, by name, newest first."""
         if one.ended_by is None:
             return one.problems
         with suppress(CheckpointError, OSError):
@@ -363,17 +350,17 @@ class RunUploads:
         return {self.staging.last_step: one.ended_by}
 
     def _listed_without(self, known: Collection[str]) -> list[CheckpointInfo]:
-        """The checkpoints that are here at this moment, newest first, but for those that are `known`."""
+        """The checkpoints now in the staging folder, newest first, without those that are `known`."""
         infos = reversed(list_checkpoints(self.staging).found)
         return [info for info in infos if content_identity(info.manifest) not in known]
 
     def _bring_one(self, info: CheckpointInfo, one: _Round) -> None:
-        """Upload a checkpoint if the bucket lacks it, and make room on both sides."""
+        """Upload a checkpoint if the bucket lacks it, and prune both sides."""
         identity, goal = content_identity(info.manifest), self._goal(info.name)
         one.seen.add(identity)
         try:
             report = self._upload_missing(info, goal, one.terms)
-        except NotACheckpointError:  # deleted meanwhile, as the rules say
+        except NotACheckpointError:  # deleted by retention meanwhile
             return
         except (CheckpointError, OSError) as error:
             if isinstance(error, CorruptError) and self._set_aside(info, error):
@@ -394,7 +381,7 @@ class RunUploads:
             prune_after_save(self.staging, Keep(last=1), terms.run_id, rest)
 
     def _set_aside(self, info: CheckpointInfo, error: CorruptError) -> bool:
-        """Give a checkpoint that is damaged here a hidden name; False where it is whole, or must stay for now."""
+        """Rename a damaged checkpoint to a hidden name. Returns False if it is whole, or in use."""
         with suppress(CheckpointError, OSError):
             if not isinstance(error, UnreadableError) and not verify(info.place).ok:
                 with self.sweeping:
@@ -406,7 +393,7 @@ class RunUploads:
         return False
 
     def _upload_missing(self, info: CheckpointInfo, goal: Place, terms: UploadTerms) -> PushReport | None:
-        """Upload, unless the bucket has it; None where it has a later save, or this one with or without its state."""
+        """Upload it; None if the bucket has a later save, or this one with or without its training state."""
         found = _manifest_in(goal)
         if found is not None and _is_superseded(found, info.manifest, terms):
             return None
@@ -428,7 +415,7 @@ class RunUploads:
                 push.future.set_result(report)
 
     def _settle_rest(self, asked: list[PendingPush], one: _Round) -> None:
-        """Say of what was waiting when the round began, and has not come, why not."""
+        """Fail the handles that waited when the round began and were not uploaded."""
         for push in asked:
             if not push.done:
                 gone = NotACheckpointError(f"{push.path}: deleted here, as `keep` says, before it was uploaded")
@@ -447,7 +434,6 @@ def _pushed_name(push: PendingPush) -> str:
 
 
 def _manifest_in(goal: Place) -> Manifest | None:
-    """The manifest of a checkpoint in the bucket, if there is one. Raises what says that this cannot be told."""
     try:
         return load_manifest(goal.folder)
     except NotACheckpointError:
@@ -455,21 +441,21 @@ def _manifest_in(goal: Place) -> Manifest | None:
 
 
 def _is_own_save(found: Manifest, manifest: Manifest, terms: UploadTerms) -> bool:
-    """Whether what was `found` in the bucket is of the run of a checkpoint here, or of one that this went back in."""
+    """Whether the checkpoint `found` in the bucket is of the same run, or of a run that this one resumed from."""
     return _is_same_save(found, manifest) or (
         found.run_id is not None and found.run_id in {manifest.run_id, *terms.own_ids}
     )
 
 
 def _is_superseded(found: Manifest, manifest: Manifest, terms: UploadTerms) -> bool:
-    """Whether what was `found` of the run in the bucket is a later save, or the same with or without its state."""
+    """Whether the checkpoint `found` in the bucket is a later save, or this one with or without its training state."""
     if _is_same_save(found, manifest) or not _is_own_save(found, manifest, terms):
         return False
     if _is_same_save(found, without_state(manifest)) or _is_same_save(without_state(found), manifest):
         return True
-    if found.run_id == manifest.run_id:  # clocks of two machines may differ: with equal times the one here counts
+    if found.run_id == manifest.run_id:  # clocks may differ: with equal times the local one wins
         return found.created > manifest.created
-    return manifest.run_id != terms.run_id  # left by a run that this one went back in
+    return manifest.run_id != terms.run_id  # left by a run that this one was resumed from
 
 
 def _is_same_save(one: Manifest, other: Manifest) -> bool:
