@@ -86,8 +86,12 @@ def judge_entries(
 
 def raise_problem(verdict: Verdict) -> NoReturn:
     """Raise the error of a verdict or of a failure report."""
+    raise _error_of(verdict)
+
+
+def _error_of(verdict: Verdict) -> CheckpointError:
     kind: type[CheckpointError] = getattr(errors, verdict["kind"])
-    raise kind(verdict["problem"])
+    return kind(verdict["problem"])
 
 
 def runs_of(values: Sequence[Any]) -> dict[str, Any]:
