@@ -1,9 +1,8 @@
 """Background saves: their snapshot, the thread that writes it, and their errors.
 
-The ranks meet in the foreground, where all is chosen and what must be is copied. The rest of the way, from the files
-laid out to the commit, is that of any save, from the copies, in a thread; its agreements have keys of their own in the
-store, and no collective runs in it: what ranks hold is written by each of them. In a bucket, where each file has one
-writer, what that does not hold comes to it in the foreground.
+The call plans the save, agrees on it with all ranks and begins to copy the tensors. A thread carries out `run_save`
+from the copies, with a channel of its own for agreements. No collective runs in the thread: each rank writes the
+elements it holds. In a bucket, where each file has one writer, the call gathers the elements that the writer lacks.
 """
 
 import atexit
@@ -53,7 +52,7 @@ Copies = Mapping[int, Tensor]  # by the keys of the live tensors
 
 
 def as_in_training(method: Callable[P, T]) -> Callable[P, T]:
-    """The method outside of `torch.inference_mode`: what it makes lives on, and training changes it."""
+    """Run the method outside of `torch.inference_mode`, so that training can modify the tensors it creates."""
 
     @wraps(method)
     def call_outside(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -66,17 +65,17 @@ def as_in_training(method: Callable[P, T]) -> Callable[P, T]:
 
 
 class Snapshot:
-    """The copies of one moment; one moment at a time."""
+    """The host copies of the tensors at one moment; one snapshot at a time."""
 
     def __init__(self) -> None:
         self.waited_seconds = 0.0  # by optimizers, over all snapshots
         self._now, self._late = _CopyMemory(), _CopyMemory()
         self._copied: Copies = {}
         self._left: Copies = {}
-        self._ready: dict[torch.device, Moment] = {}  # of each accelerator, after which its tensors may be read
+        self._ready: dict[torch.device, Moment] = {}  # after which the tensors of an accelerator may be read
         self._done = Event()
         self._done.set()
-        self._hooks: dict[int, tuple[Any, Any]] = {}  # id -> (optimizer, which keeps the id its own; handle)
+        self._hooks: dict[int, tuple[Any, Any]] = {}  # by id: (optimizer, which keeps the id unique; handle)
 
     def watch_optimizers(self, optimizers: Iterable[Any]) -> None:
         """Let the next step of each optimizer wait for the copies."""
@@ -85,7 +84,7 @@ class Snapshot:
                 self._hooks[id(optimizer)] = (optimizer, optimizer.register_step_pre_hook(self._wait_for_copies))
 
     def begin_copies(self, now: Copies, late: Copies) -> None:
-        """Copy `now`; `late` is copied by `finish_copies`, and watched optimizers do not step before that."""
+        """Copy `now`; `finish_copies` copies `late`, and the next step of watched optimizers waits for it."""
         self._copied = _copy_by_device(self._now, now, {})
         self._left = late
         devices = {*map(_DEVICE, late.values())}
@@ -93,19 +92,19 @@ class Snapshot:
         self._done.clear()
 
     def finish_copies(self) -> Copies:
-        """Copy what is left, and let optimizers step, whatever happens here. From any thread; all copies by name."""
+        """Copy the rest, from any thread, and return all copies by key. Optimizers may step then, even on an error."""
         try:
             return {**self._copied, **_copy_by_device(self._late, self._left, self._ready)}
         finally:
             self.drop_copies()
 
     def drop_copies(self) -> None:
-        """Nobody will call `finish_copies`: let optimizers step."""
+        """Let optimizers step without `finish_copies`."""
         self._copied, self._left = {}, {}
         self._done.set()
 
     def close(self) -> None:
-        """Take the hooks off, and give the memory back."""
+        """Remove the hooks and free the memory."""
         for _, handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -119,7 +118,7 @@ class Snapshot:
 
 
 def ids_changed_by_steps(optimizers: Mapping[Any, Iterable[Tensor]]) -> frozenset[int]:
-    """The ids of all tensors that the steps of these optimizers change: their own, and those given for each."""
+    """The ids of all tensors that a step changes: parameters and state of each optimizer, and those it maps to."""
     owned: set[int] = set()
     for optimizer, further in optimizers.items():
         owned.update(map(id, further))
@@ -135,7 +134,7 @@ def copies_size(tensors: Iterable[Tensor]) -> int:
 
 
 class _CopyMemory:
-    """Memory that grows to the largest snapshot and is used again; pinned where an accelerator copies into it."""
+    """Reused memory of the size of the largest snapshot; pinned where an accelerator copies into it."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -143,15 +142,16 @@ class _CopyMemory:
         self._places: list[Tensor] = []
 
     def places_for(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Room for a copy of each tensor."""
+        """Memory for a copy of each tensor."""
         tensors = list(tensors)
         shapes: list[Any] = [(tensor.dtype, tensor.shape) for tensor in tensors]
         if shapes == self._shapes:  # as in most saves of a run
             return self._places
         needed = copies_size(tensors)
         if self._memory.numel() < needed:
-            self._memory, self._places = torch.empty(0, dtype=torch.uint8), []  # the old goes before the larger comes
-            self._memory = _host_memory(needed, tensors)
+            self._memory, self._places = torch.empty(0, dtype=torch.uint8), []  # freed first
+            device = next((tensor.device for tensor in tensors if is_accelerator(tensor.device)), None)
+            self._memory = pinned_memory(needed, device) if device else torch.empty(needed, dtype=torch.uint8)
         self._shapes, self._places, at = shapes, [], 0
         for tensor in tensors:
             self._places.append(self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
@@ -168,14 +168,9 @@ def _copy_by_device(room: _CopyMemory, live: Copies, ready: Mapping[torch.device
     for device, pairs in by_device.items():
         if is_accelerator(device):
             copy_to_host(pairs, ready.get(device) or record_moment(device))
-        else:  # one call: between two a thread that trains keeps Python to itself for milliseconds
-            torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])
+        else:  # one call: between two calls the training thread can hold the GIL for milliseconds
+            torch._foreach_copy_([copy for copy, _ in pairs], [tensor for _, tensor in pairs])
     return copies
-
-
-def _host_memory(size_bytes: int, tensors: Iterable[Tensor]) -> Tensor:
-    device = next((tensor.device for tensor in tensors if is_accelerator(tensor.device)), None)
-    return torch.empty(size_bytes, dtype=torch.uint8) if device is None else pinned_memory(size_bytes, device)
 
 
 def _aligned_size(size: int) -> int:
@@ -184,16 +179,16 @@ def _aligned_size(size: int) -> int:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """The tensors that a save in the background copies, by key."""
+    """The tensors that a background save copies, by key."""
 
     now: Mapping[int, Tensor]
-    late: Mapping[int, Tensor]  # tensors that nothing but the next optimizer step changes
+    late: Mapping[int, Tensor]  # changed by nothing but the next optimizer step
     size_bytes: int  # of host memory
-    needs_gather: bool  # tensors have to move between ranks while files are written, which a thread cannot do
-    gathers: tuple[tuple[int, tuple[Source, ...]], ...] = ()  # tensors that move before that, by the rank that writes
+    needs_gather: bool  # tensors must move between ranks while files are written, which a thread cannot do
+    gathers: tuple[tuple[int, tuple[Source, ...]], ...] = ()  # (writing rank, tensors that the call gathers there)
 
     def can_wait(self, config: SaverConfig) -> bool:
-        """Whether the save can be left to a thread."""
+        """Whether a thread can carry out the save."""
         fits = config.snapshot_bytes is None or self.size_bytes <= parse_size(config.snapshot_bytes)
         return fits and not self.needs_gather
 
@@ -203,32 +198,34 @@ def plan_copies(
 ) -> CopyPlan:
     """The copies that `plan` needs on this rank.
 
-    `owned` are the ids of the tensors that nothing but the steps of watched optimizers changes.
+    `owned`: ids of the tensors that only the steps of watched optimizers change.
     """
     has_one_writer = ranks.size > 1 and not isinstance(request.target.folder, SharedStore)  # each file
     gathers: dict[int, tuple[Source, ...]] = {}
     if has_one_writer:
         by_writer = _by_writer(plan, ranks, config)
-        gathers = {to: tuple(one for one in some if _has_to_come(one, to)) for to, some in by_writer.items()}
-        written = [one for one in by_writer.get(ranks.rank, ()) if not _has_to_come(one, ranks.rank)]
+        gathers = {
+            to: tuple(source for source in sources if _must_move(source, to)) for to, sources in by_writer.items()
+        }
+        written = [source for source in by_writer.get(ranks.rank, ()) if not _must_move(source, ranks.rank)]
     else:
         written = [*_written_here(plan, ranks)]
-    sources = {source.key: source for source in written}
-    held = {key: local for key, source in sources.items() if (local := source.local) is not None}
-    late = {key for key in held if not request.state_dict_given and _is_late(sources[key], owned)}
+    local_sources = {source.key: source for source in written}
+    held = {key: local for key, source in local_sources.items() if (local := source.local) is not None}
+    late = {key for key in held if not request.state_dict_given and _is_late(local_sources[key], owned)}
     blocks = request.state_dict_given if has_one_writer else _needs_gather(plan, request, ranks, config)
     return CopyPlan(
         now={key: local for key, local in held.items() if key not in late},
         late={key: held[key] for key in held if key in late},
-        size_bytes=copies_size(held.values()) + sum(one.size_bytes for one in gathers.get(ranks.rank, ())),
+        size_bytes=copies_size(held.values()) + sum(source.size_bytes for source in gathers.get(ranks.rank, ())),
         needs_gather=blocks,
-        gathers=tuple((to, some) for to, some in gathers.items() if some),
+        gathers=tuple((to, sources) for to, sources in gathers.items() if sources),
     )
 
 
 def with_copies(plan: SavePlan, held: Mapping[int, Tensor], copies: CopyPlan) -> SavePlan:
-    """The plan with the tensors `held`, by key, in place of live ones; gathered tensors are whole on their writers."""
-    gathered = {source.key for _, some in copies.gathers for source in some}
+    """The plan with the copies `held`, by key, instead of live tensors; gathered tensors are whole on their writers."""
+    gathered = {source.key for _, sources in copies.gathers for source in sources}
     groups: dict[Group, Group] = {}
 
     def copied(source: Source) -> Source:
@@ -254,7 +251,7 @@ def _is_late(source: Source, owned: frozenset[int]) -> bool:
 
 
 def _needs_gather(plan: SavePlan, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> bool:
-    """Whether some tensor has to move between ranks."""
+    """Whether a tensor must move between ranks while files are written."""
     sources = [source for one in plan.plans for entry in one.part.entries for source in entry.sources]
     if any(source.sharding.is_opaque for source in sources):
         return True
@@ -274,7 +271,7 @@ def _needs_gather(plan: SavePlan, request: SaveRequest, ranks: Ranks, config: Sa
 
 
 def _by_writer(plan: SavePlan, ranks: Ranks, config: SaverConfig) -> dict[int, list[Source]]:
-    """The tensors that come into the files of each rank, once each, where a file has one writer."""
+    """The tensors in the files of each rank, once each, where a file has one writer."""
     planned = [file for one in plan.plans for file in one.files]
     size = 1 if config.each_rank_writes == "off" else ranks.size
     writers = dict(zip((file.path for file in planned), files.assign_writers(planned, size), strict=True))
@@ -287,29 +284,24 @@ def _by_writer(plan: SavePlan, ranks: Ranks, config: SaverConfig) -> dict[int, l
     return {to: list(sources.values()) for to, sources in found.items()}
 
 
-def _has_to_come(source: Source, to: int) -> bool:
-    """Whether the rank `to` has not all of the tensor."""
+def _must_move(source: Source, to: int) -> bool:
+    """Whether the rank `to` lacks a part of the tensor."""
     return source.sharding.is_opaque or moves_to(source, to)
 
 
 def _written_here(plan: SavePlan, ranks: Ranks) -> Iterator[Source]:
-    """The tensors of which this rank writes something."""
-    if ranks.size == 1:
-        yield from _all_sources(plan)
-        return
+    """The tensors that this rank writes a part of."""
     yield from (source for pair in plan.ties_to_check for source in pair)
+    if ranks.size == 1:
+        yield from (source for one in plan.plans for entry in one.part.entries for source in entry.sources)
+        return
     for share in files.divide_files(plan.plans, ranks.size):
         for entry, cuts in zip(share.entries, share.cuts, strict=True):
             mine = ranks.leads if cuts is None else any(chunk_of_rank(cut, ranks.rank) for cut in cuts)
             yield from entry.sources if mine else ()
 
 
-def _all_sources(plan: SavePlan) -> Iterator[Source]:
-    yield from (source for pair in plan.ties_to_check for source in pair)
-    yield from (source for one in plan.plans for entry in one.part.entries for source in entry.sources)
-
-
-_LAG_SECONDS = 0.001  # in which the caller goes on, that would else wait for its turn of Python
+_LAG_SECONDS = 0.001  # lets the caller go on before the worker takes the GIL
 
 
 class Worker:
@@ -321,30 +313,30 @@ class Worker:
         _OPEN.add(self)
 
     def start_job(self, job: Callable[[], Any]) -> "Future[Any]":
-        """Begin `job`; the one before it must have been settled."""
+        """Start `job`; the result of the one before must have been taken."""
         future = self._future = Future()
         self._thread = threading.Thread(target=_run_job, args=(job, future), name="ft_ckpt-save")
         self._thread.start()
         return future
 
     def finish_at_once(self, result: Any) -> "Future[Any]":
-        """As `start`, of a job that was done at once."""
+        """As `start_job`, for a job that is already done."""
         future = self._future = Future()
         future.set_result(result)
         return future
 
     @property
-    def is_owing(self) -> bool:
-        """Whether a job was begun whose outcome nobody has asked for."""
+    def has_unread_result(self) -> bool:
+        """Whether a job was started and `take_result` was not called since."""
         return self._future is not None
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """Whether no job is running."""
         return self._future is None or self._future.done()
 
     def take_result(self) -> Any:
-        """Wait for the job, and give its result or raise its error, once; None when nothing is owed."""
+        """Wait for the job and return its result or raise its error, once; None without a job."""
         if self._future is None:
             return None
         wait([self._future])
@@ -352,12 +344,12 @@ class Worker:
         return future.result()
 
     def join(self) -> None:
-        """Wait for the thread; in a forked child, which has no such thread, return at once."""
+        """Wait for the thread; returns at once in a forked child, which has no such thread."""
         if self._thread is not None:
             self._thread.join()
 
     def unread_error(self) -> BaseException | None:
-        """The error that nobody has been told of."""
+        """The error of a finished job whose result was not taken."""
         return self._future.exception() if self._future is not None and self._future.done() else None
 
 
@@ -368,7 +360,7 @@ def _run_job(job: Callable[[], Any], future: "Future[Any]") -> None:
     time.sleep(_LAG_SECONDS)
     try:
         future.set_result(job())
-    except BaseException as error:  # noqa: BLE001 - raised where somebody asks for the outcome
+    except BaseException as error:  # noqa: BLE001 - raised by `take_result`
         future.set_exception(error)
 
 
@@ -383,45 +375,44 @@ def _warn_of_unread_errors() -> None:
             warn(f"a save in the background failed, and the program ended without asking: {error}", stacklevel=1)
 
 
-# Jobs may use thread pools, which take no more work once the interpreter begins to end: they are waited for before.
+# Jobs may use thread pools, which take no more work once the interpreter shuts down, so jobs are joined before that.
 getattr(threading, "_register_atexit", atexit.register)(_join_workers)
 atexit.register(_warn_of_unread_errors)
 
 
-_channels = count(1)  # alike on all ranks: one is taken where all of them are
+_channels = count(1)  # channel ids; incremented in lockstep on all ranks
 
 
 @dataclass(frozen=True, eq=False)
 class PendingSave:
-    """A save in the background, to the folder `path`, which exists once it is done.
+    """A background save to the folder `path`, which exists once the save is done.
 
-    That may be at once: what could not be left to a thread was done before the call returned.
+    It is done at once if no thread could carry out the save: the call then returned after the commit.
     """
 
     path: Path | str
-    """The folder that the save makes; its URL where it is in a bucket."""
+    """The folder of the checkpoint; its URL if it is in a bucket."""
     future: "Future[SaveReport]"
-    """What the save comes to."""
+    """Resolves to the SaveReport."""
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, with success or not."""
         return self.future.done()
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait for it, at most `timeout` seconds, and give its report.
+        """Wait at most `timeout` seconds and return the report.
 
-        Raises what the save would have raised, which the saver's next call raises as well; TimeoutError when time is
-        up.
+        Raises the error of the save, which the saver's next call raises as well; TimeoutError after `timeout`.
         """
         return self.future.result(timeout)
 
 
 class BackgroundSaver:
-    """The saves in the background of one saver, one in flight."""
+    """The saves of one saver, in the foreground or with one in flight in the background."""
 
     def __init__(self, of: TrainingRun) -> None:
-        self.before: History | None = None  # the run's before the save in flight, if that is one of its states
+        self.before: History | None = None  # of the run before the save in flight, if that saves its state
         self._of = of
         self.snapshot = Snapshot()
         self._worker = Worker()
@@ -432,9 +423,9 @@ class BackgroundSaver:
             load_conversion_table()
 
     def save(self, config: SaverConfig, make: Callable[[], SaveRequest], then: AfterSave) -> SaveReport | PendingSave:
-        """Carry out what `make` gives, in the background if `config` says so.
+        """Carry out the request that `make` returns, in the background if `config` says so.
 
-        The answer is what `then` makes of its report. Collective; raises what `saving.run` does.
+        Returns `then` of its report. Collective; raises what `run_save` raises.
         """
         begun, ranks = time.monotonic(), current_ranks(config.enter_timeout_seconds)
         request, error = try_action(make)
@@ -451,9 +442,9 @@ class BackgroundSaver:
         begun: float,
         then: AfterSave,
     ) -> PendingSave:
-        """Begin `request` in the background; or carry it out now, where no snapshot of it can be taken.
+        """Start `request` in the background, or carry it out now if no snapshot of it can be taken.
 
-        It would be larger than it may, or tensors must come together from several ranks.
+        A snapshot may exceed its limit, or tensors must be gathered from several ranks.
         """
         request, plan, copies = self._agree_on_snapshot(request, error, ranks, config)
         self._looks = 0
@@ -467,7 +458,7 @@ class BackgroundSaver:
             ranks = current_ranks(config.enter_timeout_seconds, self._channel)
             if config.each_rank_writes == "auto":
                 config = replace(config, each_rank_writes="on")
-            if copies.gathers:  # no rank could make the digests of earlier files, which one alone writes now
+            if copies.gathers:  # digests of earlier files need the elements of all ranks
                 config = replace(config, reuse_frozen="off")
 
             def finish() -> SaveReport:
@@ -488,7 +479,7 @@ class BackgroundSaver:
 
             def gather_all() -> None:
                 for to, sources in copies.gathers:
-                    named = [replace(one, name=str(one.key)) for one in sources]  # two models may share a name
+                    named = [replace(source, name=str(source.key)) for source in sources]  # names may be equal
                     found = gather_tensors(named, ranks, config.bucket_bytes, to)
                     gathered.update({int(key): tensor for key, tensor in found.items()})
 
@@ -499,7 +490,7 @@ class BackgroundSaver:
     def _agree_on_snapshot(
         self, request: SaveRequest | None, error: BaseException | None, ranks: Ranks, config: SaverConfig
     ) -> tuple[SaveRequest, SavePlan, CopyPlan | None]:
-        """The request with the replicas that differ, its plan, and the copies; None where it must be finished now."""
+        """The request with the replicas that differ, its plan, and its copies: None if it must be carried out now."""
         plan: SavePlan | None = None
         copies: CopyPlan | None = None
         if request is not None:
@@ -514,14 +505,14 @@ class BackgroundSaver:
         return agreed.request, plan, copies if agreed.fits else None
 
     def _plan_snapshot(self, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> tuple[SavePlan, CopyPlan]:
-        """The plan and its copies; the optimizers that copies may wait for are watched from here on."""
+        """The plan and its copies. The next step of the run's optimizers waits for the copies from here on."""
         steppers = {} if request.adapter_only else _hooked_optimizers(self._of)
         self.snapshot.watch_optimizers(steppers)
         plan = plan_save(request, ranks, config)
         return plan, plan_copies(plan, request, ranks, config, ids_changed_by_steps(steppers))
 
     def wait_for_save(self) -> SaveReport | None:
-        """Wait for the save in flight and give its report, or raise what it raised; None when there is none."""
+        """Wait for the save in flight and return its report or raise its error; None when there is none."""
         before, self.before = self.before, None
         report, error = try_action(self._worker.take_result)
         if before is not None and error is not None:
@@ -533,12 +524,12 @@ class BackgroundSaver:
         return report  # type: ignore[no-any-return]  # of `attempt`, which takes anything
 
     def has_ended(self, ranks: Ranks) -> bool:
-        """Whether the save in flight has ended on all ranks, as they all know; asked at every step, by all ranks.
+        """Whether the save in flight has ended on all ranks; called at every step, on all ranks.
 
-        They meet for it at the first step after it began, the second, the fourth, and so on, and then every 64th.
+        They exchange it at the first, second, fourth step and so on after the save began, then at every 64th.
         """
-        if not self._worker.is_owing or ranks.size == 1:
-            return self._worker.is_owing and self._worker.is_done
+        if not self._worker.has_unread_result or ranks.size == 1:
+            return self._worker.has_unread_result and self._worker.is_done
         self._looks += 1
         if self._looks % 64 and self._looks & (self._looks - 1):
             return False
@@ -546,7 +537,7 @@ class BackgroundSaver:
         return bool(ranks.agree("saver.step()", ended, decide=lambda values: all(v["ended"] for v in values)).told)
 
     def close(self) -> None:
-        """Settle, and give the optimizers and the memory back."""
+        """Wait for the save in flight, unhook the optimizers and free the memory."""
         try:
             self.wait_for_save()
         finally:
@@ -554,11 +545,11 @@ class BackgroundSaver:
 
 
 def _hooked_optimizers(of: TrainingRun) -> dict[torch.optim.Optimizer, list[Tensor]]:
-    """The optimizers that say when they are about to step, and what their steps change beside their own tensors."""
-    known = optimizers_among(run_items(of.accelerator, of.registered))
-    found = [kind.hooked_optimizer(optimizer) for _, kind, optimizer in known]
+    """The optimizers that call a hook before they step, each with the further tensors that its steps change."""
+    items = optimizers_among(run_items(of.accelerator, of.registered))
+    optimizers = [kind.hooked_optimizer(optimizer) for _, kind, optimizer in items]
     return {
-        one: further
-        for one, further in found
-        if isinstance(one, torch.optim.Optimizer) and getattr(type(one).step, "hooked", False)
+        optimizer: further
+        for optimizer, further in optimizers
+        if isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer).step, "hooked", False)
     }

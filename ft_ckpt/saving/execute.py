@@ -124,7 +124,7 @@ def run_save(
                 staged.staging.discard()
         if report is not None:
             return report
-        # Other programs have filled the disk meanwhile, and the settings say to try again.
+        # The disk is full, and the settings say to try again.
         plan, error = staged.plan, None
         changed, tries = changed | (job.offers.keys() - job.taken), tries + 1
 
@@ -163,7 +163,7 @@ def agree_on_plan(
 
     Raises the `error` of any rank, RanksDisagreeError naming tensors, or replicas where the settings refuse these.
     """
-    compares = ranks.size > 1 and request is not None and request.apart is None and not request.state_dict_given
+    compares = ranks.size > 1 and request is not None and request.differing is None and not request.state_dict_given
     digests: dict[str, replicas.ReplicaDigest] = {}
     if staged is not None and compares:
         replicated = replicas.replicated_tensors(staged.plan.plans)
@@ -180,10 +180,10 @@ def agree_on_plan(
         differing = replicas.differing_replicas(digests, terms["differing_places"], ranks)
         if differing:
             report_differences(replicas.describe_differences(differing), str(request.target), ranks, config)
-        request = replace(request, apart=differing)
+        request = replace(request, differing=differing)
     return AgreedSave(
         request,
-        replicas_differ=compares and bool(request.apart),
+        replicas_differ=compares and bool(request.differing),
         fits=terms["fits"],
         state_dict=terms["state_dict"],
         stage=terms["stage"],
@@ -206,7 +206,7 @@ def report_differences(found: str, saved: str, ranks: Ranks, config: SaverConfig
 def _describe_save(
     request: SaveRequest, staged: StagedSave, digests: Mapping[str, replicas.ReplicaDigest]
 ) -> dict[str, Any]:
-    """The facts of a save that ranks compare, and those that rank 0 needs of each, as JSON."""
+    """The facts of a save that ranks compare or that rank 0 needs from each, as JSON."""
     names = repr([(f.path, [*map(tuple, f.layout.specs)]) for one in staged.plan.plans for f in one.files])
     return {
         "path": str(request.target),
@@ -289,7 +289,7 @@ def _commit_on_all(
 
 
 def _commit_files(job: SaveJob, files: list[FileRecord], samples: tuple[BaseSamples, ...]) -> dict[str, Any]:
-    """On rank 0: compare the files with the model, and commit. Fields of the report, as JSON."""
+    """On rank 0: compare the files with the model and commit; return fields of the report, as JSON."""
     request, plan, staging = job.request, job.plan, job.staging
     assert staging is not None, "rank 0 has the staging"
     store, compression = staging.store, job.config.compression

@@ -1,6 +1,6 @@
-"""Assigns tensors to files and writers, and orders their bytes as the file needs them.
+"""Assigns tensors to files and writers, and yields their bytes in file order.
 
-The plan is the same on every rank, for all take part in bringing the tensors; the pieces come out on rank 0.
+The plan is the same on every rank, because all ranks take part in moving the tensors.
 """
 
 from collections import Counter
@@ -42,7 +42,7 @@ class PartPlan:
     files: tuple[FilePlan, ...]
     index_path: str
     index: str | None
-    apart: frozenset[str] = frozenset()  # stored names that share no file with others
+    separate: frozenset[str] = frozenset()  # stored names of frozen tensors, in files of their own
 
     @property
     def size_bytes(self) -> int:
@@ -51,11 +51,11 @@ class PartPlan:
 
 
 def plan_part(
-    part: Part, max_shard_bytes: int, format_name: str = DEFAULT_FORMAT, apart: frozenset[str] = frozenset()
+    part: Part, max_shard_bytes: int, format_name: str = DEFAULT_FORMAT, separate: frozenset[str] = frozenset()
 ) -> PartPlan:
     """Files for `part`, split as transformers splits them: in the model's order, none above `max_shard_bytes`.
 
-    The tensors named in `apart` share no file with the others.
+    The tensors named in `separate` share no file with the others.
 
     Raises SelectionError naming tensors of a dtype or a name that the format cannot keep, IncompleteError naming
     those that would have one name in the files.
@@ -69,33 +69,36 @@ def plan_part(
     shards = {f"{part.file}{suffix}": list(specs)}
     try:
         if part.kind != "adapter":  # PEFT reads one file only
-            shards = split_into_files(specs, part.file, suffix, max_shard_bytes, apart)
+            shards = split_into_files(specs, part.file, suffix, max_shard_bytes, separate)
         laid_out = {name: _lay_out_file([specs[one] for one in some], known, part) for name, some in shards.items()}
     except (SelectionError, KeyError):
-        _lay_out_file(list(specs.values()), known, part)  # which names all that cannot be kept
+        _lay_out_file(list(specs.values()), known, part)  # its error names all tensors that cannot be kept
         raise
     files = tuple(FilePlan(folder + name, layout) for name, layout in laid_out.items())
     if len(files) == 1:
-        return PartPlan(part, format_name, files, index_path, None, apart)
-    total = {"total_parameters": _count_parameters(part), "total_size": sum(spec.size_bytes for spec in specs.values())}
-    return PartPlan(part, format_name, files, index_path, shard_index(shards, total), apart)
+        return PartPlan(part, format_name, files, index_path, None, separate)
+    total = {
+        "total_parameters": sum(torch.Size(entry.shape).numel() for entry in part.entries),
+        "total_size": sum(spec.size_bytes for spec in specs.values()),
+    }
+    return PartPlan(part, format_name, files, index_path, shard_index(shards, total), separate)
 
 
 def _refuse_stored_names(part: Part) -> None:
-    """No two tensors have one name, and none a name that files use or cannot have."""
+    """Refuse names that two tensors have, or that a file cannot have."""
     names = [entry.name for entry in part.entries]
     known = {*names}
     if len(known) < len(names):
         twice = [name for name, count in Counter(names).items() if count > 1]
         raise IncompleteError(f"{listing(twice, ', ')}: the name of more than one tensor; rename or re-register one")
-    if "__metadata__" in known or not is_utf8("".join(names)):  # all at once: they are many, and hardly ever odd
-        odd = [repr(name) for name in names if name == "__metadata__" or not is_utf8(name)]
-        raise SelectionError(f"{listing(odd, ', ')}: files cannot have a tensor of this name; rename the parameter")
+    if "__metadata__" in known or not is_utf8("".join(names)):  # one check for all names
+        bad = [repr(name) for name in names if name == "__metadata__" or not is_utf8(name)]
+        raise SelectionError(f"{listing(bad, ', ')}: files cannot have a tensor of this name; rename the parameter")
 
 
 @dataclass(frozen=True, eq=False)
 class GatherWay:
-    """How tensors come together on the rank `to`, and what looks at their values there."""
+    """How tensors are gathered on the rank `to`, and the check of their values there."""
 
     ranks: Ranks
     bucket_bytes: int
@@ -112,9 +115,9 @@ def file_turns(part_plan: PartPlan, file: FilePlan, way: GatherWay) -> Iterator[
 
 
 def gathered_turns(places: Sequence[tuple[Entry, int]], way: GatherWay) -> Iterator[Iterator[Region]]:
-    """The bytes of tensors from their places in a file on, in order, on the rank they come to; nothing elsewhere.
+    """The bytes of tensors at their places in a file, in order, on the rank that gathers them; nothing elsewhere.
 
-    Each turn, an iterator, is what moves at once. Collective: all ranks run through the same turns in the same order.
+    Each turn is an iterator over what moves in one bucket. Collective: all ranks take the same turns in the same order.
     """
     starts = {entry.name: start for entry, start in places}
 
@@ -122,28 +125,28 @@ def gathered_turns(places: Sequence[tuple[Entry, int]], way: GatherWay) -> Itera
         for entry, data in turn:
             for region in cast_regions(starts[entry.name], entry, data, way.check):
                 yield region
-                starts[entry.name] += region.size_bytes  # its next elements go on from here
+                starts[entry.name] += region.size_bytes  # where its next elements go
 
     return map(regions_of, _entry_turns([entry for entry, _ in places], way))
 
 
 def cast_regions(start: int, entry: Entry, data: Tensor, check: "FiniteCheck | None" = None) -> Iterator[Region]:
-    """Flat elements of a tensor in the entry's dtype, on the host: as they are, or in pieces, which need little memory.
+    """Flat elements of a tensor in the entry's dtype, on the host; converted ones in pieces, to save memory.
 
-    `start` is their place in the file.
+    `start` is their offset in the file.
     """
-    is_ready = data.dtype == entry.dtype and check is None
-    for some in host_pieces(data) if is_accelerator(data.device) else _host_slices(data, is_ready):
+    if is_accelerator(data.device):
+        pieces = host_pieces(data)
+    else:
+        is_ready = data.dtype == entry.dtype and check is None
+        step = max(1, data.numel() if is_ready else _SLICE)
+        pieces = (data[low : low + step] for low in range(0, data.numel(), step))
+    for piece in pieces:
         if check is not None:
-            check.look_at(entry.name, some)
-        part = some.to(dtype=entry.dtype).contiguous()
+            check.look_at(entry.name, piece)
+        part = piece.to(dtype=entry.dtype).contiguous()
         yield Region(start, part.data_ptr(), part.nbytes, part)
         start += part.nbytes
-
-
-def _host_slices(data: Tensor, is_ready: bool) -> Iterator[Tensor]:
-    step = max(1, data.numel() if is_ready else _SLICE)
-    return (data[low : low + step] for low in range(0, data.numel(), step))
 
 
 def check_written_files(part_plan: PartPlan, store: Store) -> None:
@@ -169,12 +172,11 @@ def check_written_files(part_plan: PartPlan, store: Store) -> None:
 
 @dataclass
 class FiniteCheck:
-    """Names of tensors with values that are no numbers."""
+    """Collects the names of tensors that contain NaN or infinity."""
 
     found: set[str] = field(default_factory=set)
 
     def look_at(self, name: str, data: Tensor) -> None:
-        """Look at values of the tensor `name`."""
         if data.dtype.is_floating_point and not bool(torch.isfinite(data).all()):
             self.found.add(name)
 
@@ -222,7 +224,7 @@ def _stream_entries(entries: Sequence[Entry], way: GatherWay) -> Iterator[Iterat
 def _convert_group(
     entry: Entry, group: Group, made: dict[Group, dict[str, Tensor]], way: GatherWay
 ) -> Iterator[tuple[Entry, Tensor]]:
-    """The entry's tensor, its group gathered and converted when its first entry is asked for, and freed by its last."""
+    """The entry's tensor. Its group is gathered and converted for its first entry and freed with its last."""
     if group not in made:
         full = gather_tensors(group.sources, way.ranks, way.bucket_bytes, way.to)
         made[group] = group.convert(full) if way.ranks.rank == way.to else {}
@@ -239,17 +241,13 @@ def _lay_out_file(specs: list[Spec], known: TensorFormat, part: Part) -> Layout:
     return known.lay_out_file(specs, _METADATA, ties)
 
 
-def _count_parameters(part: Part) -> int:
-    return sum(torch.Size(entry.shape).numel() for entry in part.entries)
-
-
-LEAST_BYTES = 32 << 20  # of a checkpoint for which it pays that all ranks open its files
-LEAST_RUN_BYTES = 256 << 10  # of a tensor's, where ranks have several: at 128 KB they are level with the gather
+LEAST_BYTES = 32 << 20  # of a checkpoint that is worth opening its files on all ranks
+LEAST_RUN_BYTES = 256 << 10  # of a run, where a tensor has several: at 128 KB a gather is as fast
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """One file, and who writes which bytes of it."""
+    """One file, and the rank that writes each of its bytes."""
 
     file: FilePlan
     entries: tuple[Entry, ...]  # in file order
@@ -258,7 +256,7 @@ class Share:
 
     @property
     def actual_cuts(self) -> tuple[Cut, ...]:
-        """The cuts there are, in file order."""
+        """All cuts in file order."""
         return tuple(chain.from_iterable(cuts for cuts in self.cuts if cuts))
 
     @property
@@ -273,7 +271,7 @@ class Share:
 
 
 def divide_files(plans: Sequence[PartPlan], world_size: int) -> list[Share]:
-    """Who writes what of every file."""
+    """The division of every file between the ranks."""
     found = []
     for plan in plans:
         entries = {entry.name: entry for entry in plan.part.entries}
@@ -287,9 +285,9 @@ def divide_files(plans: Sequence[PartPlan], world_size: int) -> list[Share]:
 
 
 def assign_writers(files: Sequence[FilePlan], world_size: int) -> list[int]:
-    """The rank that writes each of the files, where one has to write all of it: the largest first, evenly by bytes.
+    """The rank that writes each file, where a file has one writer: the largest first, evenly by bytes.
 
-    Fewer files than ranks are spread over all, since neighbours are on one machine.
+    Fewer files than ranks are spread over all ranks, because neighbouring ranks are on one machine.
     """
     count = min(len(files), world_size)
     loads, writers = [0] * count, [0] * len(files)
@@ -301,7 +299,7 @@ def assign_writers(files: Sequence[FilePlan], world_size: int) -> list[int]:
 
 
 def is_worth_sharing(found: Sequence[Share]) -> bool:
-    """Whether other ranks than 0 have anything to write that is worth it."""
+    """Whether the ranks' own bytes are enough to pay for a write by all ranks."""
     cut = sum(cut.stop - cut.start for share in found for cut in share.actual_cuts)
     return cut >= LEAST_BYTES
 
@@ -314,9 +312,9 @@ def file_record(share: Share, digests: Sequence[str]) -> FileRecord:
 
 
 def write_own_bytes(share: Share, store: SharedStore, ranks: Ranks, writer: Writer, bucket_bytes: int) -> str:
-    """Write this rank's bytes of one file; their digest. Collective where tensors come to rank 0.
+    """Write this rank's bytes of one file and return their digest. Collective where tensors are gathered on rank 0.
 
-    Stops in the middle when another rank has failed, with NoSpaceError where that rank's disk is full, else RankError.
+    Stops when another rank has failed: with NoSpaceError if that rank's disk is full, else with RankError.
     """
     regions = _while_all_write(_own_regions(share, ranks, bucket_bytes), ranks, writer.tuning.block_bytes)
     with writer.fill(store.share(share.file.path, share.file.layout.size_bytes)) as file:
@@ -326,14 +324,14 @@ def write_own_bytes(share: Share, store: SharedStore, ranks: Ranks, writer: Writ
 
 
 def digest_own_bytes(share: Share, ranks: Ranks, bucket_bytes: int) -> str:
-    """The digest that `write_own_bytes` would give, without writing anything. Collective as that is."""
+    """The digest that `write_own_bytes` would return, without writing. Collective as that is."""
     return digest_regions(_while_all_write(_own_regions(share, ranks, bucket_bytes), ranks, BLOCK_BYTES))
 
 
 def _tensor_cuts(entry: Entry, start: int, step: int) -> tuple[Cut, ...] | None:
-    """The cuts of one tensor at `start`; `step` is the file's share of each rank where all have the same.
+    """The cuts of one tensor at `start`; None if it must be gathered. `step` is each rank's share of a replicated one.
 
-    Whether there are any is the same on all ranks, whichever group of replicas they are in.
+    The answer is None on all ranks or on none, in every group of replicas.
     """
     source, item, numel = entry.source, entry.dtype.itemsize, prod(entry.shape)
     if source is None or source.sharding.is_opaque or not numel:
@@ -360,9 +358,8 @@ def _tensor_cuts(entry: Entry, start: int, step: int) -> tuple[Cut, ...] | None:
 
 
 def _own_regions(share: Share, ranks: Ranks, bucket_bytes: int) -> Iterator[Region]:
-    """This rank's bytes of the file, in order."""
     places = list(zip(share.entries, share.cuts, share.file.layout.specs, share.file.layout.starts, strict=True))
-    at = 0  # up to here, what no tensor covers is written
+    at = 0  # header and gaps are written up to here
     for is_gathered, group in groupby(places, key=lambda place: place[1] is None):
         if is_gathered:
             moving = [(entry, start) for entry, _, spec, start in group if spec.size_bytes]
@@ -390,13 +387,13 @@ def _while_all_write(regions: Iterable[Region], ranks: Ranks, most_bytes: int) -
 
 
 def _header_regions(file: FilePlan, start: int, stop: int) -> Iterator[Region]:
-    """Header and gaps: bytes of the file that are no tensor's."""
+    """Header and gaps between tensors."""
     if start < stop:
         yield region_of(start, file.layout.header[start:stop].ljust(stop - start, b"\0"))
 
 
 def _tensor_regions(entry: Entry, cuts: Sequence[Cut], rank: int) -> Iterator[Region]:
-    """This rank's chunks of one tensor, which lie one after the other in its memory."""
+    """This rank's chunks of one tensor, which are contiguous in its memory."""
     source = entry.source
     held = None if source is None else source.local
     if source is None or held is None:

@@ -57,9 +57,8 @@ def manifest_of(
 ) -> Manifest:
     """The manifest of these plans and `files`.
 
-    `samples` are each rank's of the bases of adapters; `bases` their records, and `classes` the names of the classes
-    that are saved, by the names of the parts; `notes` are beside those of the parts, `facts` further fields of the
-    manifest.
+    `samples`: sampled elements of the adapters' bases, from each rank. `bases` and `classes`: base records and class
+    names by the name of the part. `notes` are added to those of the parts; `facts` are further fields of the manifest.
     """
     parts = [one.part for one in plans]
     return Manifest(
@@ -98,7 +97,7 @@ def _part_record(one: PartPlan, base: BaseRecord | None, class_name: str, compre
 
 
 def base_record(part: Part, fingerprint: Mapping[str, Any]) -> BaseRecord:
-    """What an adapter part was trained on."""
+    """The base that an adapter part was trained on."""
     identity, revision, digest = base_identity(part.module, str(part.adapter))
     return BaseRecord(identity, revision, common_dtype(part.base.values()), digest, fingerprint)
 
@@ -106,7 +105,7 @@ def base_record(part: Part, fingerprint: Mapping[str, Any]) -> BaseRecord:
 def _base_with_fingerprint(
     name: str, bases: Mapping[str, BaseRecord], samples: Sequence[BaseSamples]
 ) -> BaseRecord | None:
-    """The base of an adapter with its fingerprint: each rank's samples put together; None for other parts."""
+    """The base of an adapter with its fingerprint, merged from the samples of all ranks; None for other parts."""
     if name not in bases:
         return None
     merged: dict[str, dict[str, float]] = {}
@@ -118,29 +117,29 @@ def _base_with_fingerprint(
 
 @cache  # reading a package's metadata takes milliseconds
 def library_versions() -> dict[str, str]:
-    """The versions of ft_ckpt and of the libraries that decide what is saved."""
+    """The versions of ft_ckpt and of the libraries that affect the saved files."""
     return {"ft_ckpt": __version__, **{name: metadata.version(name) for name in _LIBRARIES}}
 
 
-_ROWS, _LENGTH, _SEED = 2, 16, 0  # of a batch that is made here
-# By how much outputs may differ, as a fraction of their size (Euclidean norms): merged weights are rounded once to
-# their type, and the live model rounds the base's product and the adapter's apart.
+_ROWS, _LENGTH, _SEED = 2, 16, 0  # of the batch for check="logits"
+# Bound on the relative difference of outputs (Euclidean norms): merged weights are rounded once to
+# their type; the live model rounds the product of the base and that of the adapter separately.
 _BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @dataclass(frozen=True, eq=False)
 class LogitsCheck:
-    """What the live model gives for a batch: on rank 0; the others take part in computing it."""
+    """The output of the live model for a batch, on rank 0; the other ranks take part in computing it."""
 
     batch: Mapping[str, Any]
     logits: Tensor  # on the host, in float32
     kind: type  # the class to load with
-    dtype: torch.dtype  # in which the live model computes
+    dtype: torch.dtype  # of the live model's computation
 
     def compare(self, folder: Path) -> str:
-        """Load `folder` with transformers and compare; a note that says how near it came.
+        """Load `folder` with transformers and compare; return a note with the relative difference.
 
-        Raises IncompleteError when it is further off than the bound of its type.
+        Raises IncompleteError when the difference exceeds the bound of its type.
         """
         cls: Any = self.kind
         loaded = cls.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
@@ -156,9 +155,10 @@ class LogitsCheck:
 
 
 def live_logits(model: nn.Module, check: str | Mapping[str, Any]) -> LogitsCheck:
-    """What `model` gives now for a batch: a given one, or token ids made here for "logits". Call on every rank.
+    """The current output of `model` for the batch `check`, or for random token ids if it is "logits".
 
-    The model is in eval mode meanwhile. Raises ConfigError for another `check`, and where no batch can be made.
+    Call on every rank. The model is in eval mode meanwhile. Raises ConfigError for another `check`, and for "logits"
+    if the model does not take token ids.
     """
     inside: Any = unwrap(model)
     base = inside.get_base_model() if hasattr(inside, "get_base_model") else inside
@@ -220,19 +220,19 @@ class SaveRequest:
     attribute: Attribute = None
     state_dict: Mapping[str, Tensor] | None = None
     state_dict_given: bool = False
-    captured: Captured | None = None  # the tensors and, for a run, its state; None: to be captured when it is planned
+    captured: Captured | None = None  # the tensors and, for a run, its state; None: captured by `plan_save`
     run_id: str | None = None
-    protect: tuple[Place, ...] = ()  # checkpoints not to be deleted for want of room
-    extra_files: Mapping[str, str | bytes] = field(default_factory=dict)  # the caller's own, by path in the checkpoint
-    apart: replicas.Differences | None = None  # replicas that differ between ranks; None: not compared yet
-    made_from: tuple[str, ...] = ()  # names of what the weights were computed from
-    access: Access = FREE  # who may read the checkpoint at most, where it is made of other files
+    protect: tuple[Place, ...] = ()  # checkpoints that are not deleted to make room
+    extra_files: Mapping[str, str | bytes] = field(default_factory=dict)  # of the caller, by path in the checkpoint
+    differing: replicas.Differences | None = None  # replicas that differ between ranks; None: not compared yet
+    made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from
+    access: Access = FREE  # upper bound of the permissions, where the checkpoint is made of other files
     merged: MergeChoice | None = None  # the adapters that are merged into the base
-    check: LogitsCheck | None = None  # what the folder must compute before it is committed
+    check: LogitsCheck | None = None  # compared with the output of the written folder before the commit
 
 
 def request_of(config: SaverConfig, model: nn.Module, target: Place, **given: Any) -> SaveRequest:
-    """The request for `model`, with what `config` says where the call did not."""
+    """The request for `model`, with defaults from `config`."""
     own: dict[str, Any] = {"dtype": config.dtype, "format": config.format, "base_id": config.base_id}
     own |= {"chat_template_name": config.chat_template_name, "max_shard_bytes": config.max_shard_bytes}
     return SaveRequest(model, target, **own, **given)
@@ -240,24 +240,24 @@ def request_of(config: SaverConfig, model: nn.Module, target: Place, **given: An
 
 @dataclass(frozen=True, eq=False)
 class Companions:
-    """What a checkpoint says beside its tensors, on rank 0: taken at one moment, whatever becomes of the model."""
+    """The sidecar files of a checkpoint, on rank 0: taken at one moment, independent of later changes to the model."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)  # by path in the checkpoint
-    bases: Mapping[str, BaseRecord] = field(default_factory=dict)  # of adapters, by the names of their parts
-    classes: Mapping[str, str] = field(default_factory=dict)  # of what the parts are of
-    document: Document = field(default_factory=dict)  # of a run
+    bases: Mapping[str, BaseRecord] = field(default_factory=dict)  # of adapters, by part name
+    classes: Mapping[str, str] = field(default_factory=dict)  # class names of the modules, by part name
+    document: Document = field(default_factory=dict)  # the state of a run
 
     def contents(self) -> dict[str, bytes]:
-        """All files by path. The text of the document is made now: nothing changes it any more."""
+        """All files by path; the document is encoded now, when nothing changes it any more."""
         text = json.dumps(self.document, separators=(",", ":")).encode()
         return {**self.files, **({f"{FOLDER}/{DOCUMENT_NAME}": text} if self.document else {})}
 
 
 def companions_of(request: SaveRequest, plans: Sequence[PartPlan], document: Document, ranks: Ranks) -> Companions:
-    """The files beside the tensors, from the live objects as they are now; empty on ranks other than 0.
+    """The sidecar files of the live objects as they are now; empty on ranks other than 0.
 
-    `document` is that of a run's state. Raises CompanionError when tokenizer, config and model do not fit, ConfigError
-    for extra files out of the folder.
+    `document` is the state of a run. Raises CompanionError when tokenizer, config and model do not fit, ConfigError for
+    extra files outside the folder.
     """
     if not ranks.leads:
         return Companions()
@@ -284,7 +284,7 @@ def _class_name(module: nn.Module | None) -> str:
 
 
 def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str | None) -> None:
-    """Raise CompanionError when the tokenizer, or the generation settings it is to give, misfit the module."""
+    """Raise CompanionError when the tokenizer, or generation settings made from it, do not fit the module."""
     if hasattr(module, "config") and tokenizer is not None:
         companions.check_tokenizer(module, tokenizer)
     if chat_template_name is not None:
@@ -304,7 +304,6 @@ def _write_companions(folder: Path, part: Part, request: SaveRequest) -> None:
 
 
 def _tokenizer_files(parts: Sequence[Part], tokenizer: Any) -> dict[str, bytes]:
-    """Those of the tokenizer, for each part; made once."""
     if tokenizer is None or not parts:
         return {}
     made = files_made_by(lambda folder: companions.write_tokenizer(folder, tokenizer))
@@ -332,7 +331,7 @@ def _encode_extra_files(files: Mapping[str, str | bytes], weights: set[str]) -> 
 
 @dataclass(frozen=True, eq=False)
 class SavePlan:
-    """The parts of a checkpoint with their files and tensors, and all files that hold no tensors."""
+    """The parts of a checkpoint with their weight files, and the sidecar files."""
 
     plans: tuple[PartPlan, ...]
     engine: str
@@ -344,20 +343,22 @@ class SavePlan:
 def plan_save(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePlan:
     """The plan for the live model as it is now. Nothing is moved or written.
 
-    Raises SelectionError and its kin when the model does not have what was asked for, IncompleteError for tensors that
-    the files would lack, CompanionError when tokenizer, config and model do not fit.
+    Raises SelectionError or a subclass when the model lacks what was requested, IncompleteError for tensors that the
+    files would lack, CompanionError when tokenizer, config and model do not fit.
     """
     captured = request.captured or Captured(ModelTensors(request.model))
     if captured.error is not None:
         raise captured.error
     own = model_sources(captured.found) or captured.tensors.sources()
-    links = format_named(request.format).is_plain and request.merged is None  # what is exported is a folder by itself
+    links = format_named(request.format).is_plain and request.merged is None  # an export shares no files
     mode = config.reuse_frozen if links else "off"
-    frozen = reuse_frozen.frozen_identities(
-        own
-    )  # before others take their place, so that all ranks plan the same files
+    frozen = reuse_frozen.frozen_identities(own)  # before a state dict replaces them: all ranks plan the same files
     if request.state_dict_given:
         own = from_state_dict(request.state_dict, own, ranks)
+    extra: dict[str, Any] = {}  # entries of the model's state dict that are no tensors
+    if not request.adapter_only or captured.state is None:  # a run of an adapter has them in its state
+        added = captured.tensors.added()
+        extra = {name: one.value for name, one in added.items() if not isinstance(one.value, Tensor)}
     parts = parts_of(
         request.model,
         own,
@@ -365,14 +366,14 @@ def plan_save(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePl
         attribute=request.attribute,
         merged=request.merged,
         dtype=request.dtype,
-        extra=_non_tensor_state(request, captured),
+        extra=extra,
     )
     parts = without_own_layouts(parts, captured.state is not None)
     if captured.state is not None:
         parts.append(state_part(captured.state, parts, own))
-    if request.apart:
-        parts = replicas.store_differences(parts, request.apart)
-        captured.document["apart"] = {name: dict(odd) for name, odd in request.apart.items()}
+    if request.differing:
+        parts = replicas.store_differences(parts, request.differing)
+        captured.document["apart"] = {name: dict(owners) for name, owners in request.differing.items()}
     for module in {id(part.module): part.module for part in parts if part.kind == "adapter"}.values():
         refuse_merged(module)
     plans = tuple(
@@ -386,10 +387,3 @@ def plan_save(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePl
         samples={part.name: sample_elements(part.base, ranks.rank) for part in parts if part.base},
         companions=companions_of(request, plans, captured.document, ranks),
     )
-
-
-def _non_tensor_state(request: SaveRequest, captured: Captured) -> dict[str, Any]:
-    """The entries of the model's state dict that are no tensors. An adapter's run has them with its state."""
-    if request.adapter_only and captured.state is not None:
-        return {}
-    return {name: one.value for name, one in captured.tensors.added().items() if not isinstance(one.value, Tensor)}

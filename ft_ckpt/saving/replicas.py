@@ -1,8 +1,8 @@
 """Compares the replicas of each tensor during a save by their digests.
 
-The digest is of all bits, so it is a proof. Where ranks have come apart (LocalSGD, statistics of batches, parameters
-that a wrapper was told to ignore, replicas of shards) the tensor of the first rank is the checkpoint's, of one that all
-have whole rank 0's, and is written by that rank alone; a run keeps those of the other ranks beside it.
+A digest covers all bits of a replica. Replicas differ after LocalSGD, in statistics of batches, in parameters that a
+wrapper ignores and in replicated shards. The value of the first rank that holds the tensor is stored, and that rank
+alone writes it; the checkpoint of a run also keeps the values of the other ranks.
 """
 
 import ctypes
@@ -26,24 +26,24 @@ from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.training.state import settings_by_rank
 
-# Tensor, as a run names it -> the ranks whose own is not the first rank's: where theirs lies (see `place_of`), None if
-# they have nothing.
+# Tensor, as a run names it -> rank whose value differs from the first rank's -> its place (see `place_of`), None if the
+# rank holds no elements.
 Differences = Mapping[str, Mapping[int, str | None]]
 _WORDS = 1 << 24  # of 8 bytes, digested at a time on an accelerator
-_ODD = (-7046029254386353131, -4417276706812531889, -8663945395140668459)  # odd factors that spread bits, of xxHash
+_MIXING_FACTORS = (-7046029254386353131, -4417276706812531889, -8663945395140668459)  # odd constants of xxHash
 
 
 @dataclass(frozen=True)
 class ReplicaDigest:
-    """What a rank has of one tensor."""
+    """The replica of one tensor on one rank."""
 
     place: str  # as `place_of` says
-    bits: str  # hexadecimal; "" where it has nothing, though others have
+    bits: str  # hexadecimal; "" if this rank holds no elements
     is_stored: bool  # whether this rank writes it
 
 
 def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, Source]:
-    """What is in the files of `plans` and held by several ranks, each tensor once."""
+    """The tensors in the files of `plans` that several ranks hold, once each, by the names they have in a run."""
     found: dict[int, tuple[str, Source]] = {}
     for plan in plans:
         written = {spec.name for file in plan.files for spec in file.layout.specs}
@@ -55,16 +55,15 @@ def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, Source]:
 
 
 def digest_replicas(sources: Mapping[str, Source], rank: int) -> dict[str, ReplicaDigest]:
-    """The digest of what this `rank` has of each tensor that it should have something of."""
+    """The digest of this `rank`'s part of each tensor that it should hold a part of."""
     shardings = {name: one.sharding for name, one in sources.items()}
     shardings = {name: one for name, one in shardings.items() if one.local_boxes(rank) or not one.is_sharded}
     found = {name: local for name in shardings if (local := sources[name].local) is not None}
     made = {name: _digest_on_host(tensor) for name, tensor in found.items() if tensor.is_cpu}
     elsewhere = {name: tensor for name, tensor in found.items() if not tensor.is_cpu}
     folded = [folded_bits(tensor) for tensor in elsewhere.values()]
-    values = (
-        torch.stack([value.to(folded[0].device) for value in folded]).tolist() if folded else []
-    )  # one wait for all
+    # One wait for all tensors.
+    values = torch.stack([value.to(folded[0].device) for value in folded]).tolist() if folded else []
     made |= {name: f"{value:x}" for name, value in zip(elsewhere, values, strict=True)}
     return {
         name: ReplicaDigest(place_of(sharding, rank), made.get(name, ""), bool(sharding.boxes(rank)))
@@ -73,7 +72,7 @@ def digest_replicas(sources: Mapping[str, Source], rank: int) -> dict[str, Repli
 
 
 def digests_by_place(made: Mapping[str, ReplicaDigest]) -> dict[str, str]:
-    """What a rank tells the others first: by place, one digest of all that it has there."""
+    """One digest for each place of all replicas that a rank holds there: small enough for every save."""
     places: dict[str, list[tuple[str, str]]] = {}
     for name, digest in made.items():
         places.setdefault(digest.place, []).append((name, digest.bits))
@@ -103,7 +102,7 @@ def differing_replicas(digests: Mapping[str, ReplicaDigest], places: Sequence[st
 
 
 def differing_settings(document: Mapping[str, Any]) -> Differences:
-    """The settings and numbers of optimizers that the state of a run has for single ranks."""
+    """The settings and numbers of optimizers that differ between ranks in the state of a run."""
     found = {
         f"{item}: {what}": odd
         for item, about in document.get("items", {}).items()
@@ -112,48 +111,56 @@ def differing_settings(document: Mapping[str, Any]) -> Differences:
     return {what: dict.fromkeys(odd, "") for what, odd in found.items()}
 
 
-def difference_note(apart: Differences, has_state: bool) -> str:
-    """What the report says of it."""
+def difference_note(differing: Differences, has_state: bool) -> str:
+    """The note on the differences in the report of a save."""
     way = ", each rank's own beside it" if has_state else ""
-    return f"{describe_differences(apart)}, which is stored{way}"
+    return f"{describe_differences(differing)}, which is stored{way}"
 
 
-def describe_differences(apart: Differences) -> str:
-    """Which tensors differ, and on which ranks, in words."""
+def describe_differences(differing: Differences) -> str:
+    """The names of the tensors that differ, with the ranks."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
-    for name, odd in apart.items():
-        by_ranks.setdefault(tuple(odd), []).append(name.removeprefix(f"{WEIGHTS}/"))
-    some = [f"{listing(names, ', ')} on rank(s) {rank_numbers(list(odd))}" for odd, names in by_ranks.items()]
-    is_cut = any(place for odd in apart.values() for place in odd.values())
-    return f"{listing(some)}: not as on {'the first rank with the same part' if is_cut else 'rank 0'}"
+    for name, owners in differing.items():
+        by_ranks.setdefault(tuple(owners), []).append(name.removeprefix(f"{WEIGHTS}/"))
+    lines = [f"{listing(names, ', ')} on rank(s) {rank_numbers(list(owners))}" for owners, names in by_ranks.items()]
+    is_cut = any(place for owners in differing.values() for place in owners.values())
+    return f"{listing(lines)}: not as on {'the first rank with the same part' if is_cut else 'rank 0'}"
 
 
-def refuse_replica_differences(told_apart: str) -> None:
-    """Raise RanksDisagreeError for what is `told_apart`: tensors or settings, and the ranks."""
+def refuse_replica_differences(differences: str) -> None:
+    """Raise RanksDisagreeError with the `differences` in words: tensors or settings, and the ranks."""
     raise RanksDisagreeError(
-        f"{told_apart}, where these ranks should hold the same, and on_difference='raise'; nothing was committed. "
+        f"{differences}, where these ranks should hold the same, and on_difference='raise'; nothing was committed. "
         "Average or broadcast them before the save, or save with on_difference='warn', which takes the first rank's"
     )
 
 
-def store_differences(parts: Sequence[Part], apart: Differences) -> list[Part]:
-    """The parts with the first rank's of what is `apart`, a note of it, and in a training state each other's own."""
+def store_differences(parts: Sequence[Part], differing: Differences) -> list[Part]:
+    """The parts with the first rank's value of tensors that differ, and a note; a training state keeps the others."""
     sources = {
-        name: s for part in parts for entry in part.entries for name, s in _named_sources(part, entry) if name in apart
+        name: source
+        for part in parts
+        for entry in part.entries
+        for name, source in _named_sources(part, entry)
+        if name in differing
     }
-    odd = frozenset(source.key for source in sources.values())
-    kept = [entry for name, source in sources.items() for entry in _entries_of_others(name, source, apart[name])]
+    keys = frozenset(source.key for source in sources.values())
+    others = [entry for name, source in sources.items() for entry in _entries_of_others(name, source, differing[name])]
     has_state = any(part.kind == "state" for part in parts)
     changed = []
     for number, part in enumerate(parts):
-        entries = [_of_first_rank(entry, odd) for entry in part.entries] + (kept if part.kind == "state" else [])
-        notes = part.notes if number else (*part.notes, difference_note(apart, has_state))
+        entries = [
+            entry._replace(source=of_rank_0(entry.source)) if entry.source and entry.source.key in keys else entry
+            for entry in part.entries
+        ]
+        entries += others if part.kind == "state" else []
+        notes = part.notes if number else (*part.notes, difference_note(differing, has_state))
         changed.append(replace(part, entries=tuple(entries), notes=notes))
     return changed
 
 
 def folded_bits(tensor: Tensor) -> Tensor:
-    """A digest of all bits of the tensor and their places, one int64, made where the tensor is."""
+    """A digest of all bits of the tensor and their positions, one int64, computed on the tensor's device."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     data = data.clone() if data.storage_offset() % 8 else data
     whole = data.numel() - data.numel() % 8
@@ -162,13 +169,13 @@ def folded_bits(tensor: Tensor) -> Tensor:
         for low in range(0, words.numel(), _WORDS):
             some = words[low : low + _WORDS].to(torch.int64)
             places = torch.arange(first + low, first + low + some.numel(), device=data.device)
-            mixed = _mix_bits(some ^ (places * _ODD[0]), _ODD[1])
-            total += _mix_bits(mixed, _ODD[2]).sum()  # which wraps
+            mixed = _mix_bits(some ^ (places * _MIXING_FACTORS[0]), _MIXING_FACTORS[1])
+            total += _mix_bits(mixed, _MIXING_FACTORS[2]).sum()  # which wraps
     return total
 
 
 def _mix_bits(words: Tensor, factor: int) -> Tensor:
-    """Upper bits are spread by the product to none below them: so they are folded down."""
+    """Multiply, then xor-shift: the product does not carry high bits downwards."""
     words = words * factor
     return words ^ ((words >> 32) & 0xFFFFFFFF)
 
@@ -181,17 +188,11 @@ def _digest_on_host(tensor: Tensor) -> str:
 
 
 def _named_sources(part: Part, entry: Entry) -> Iterator[tuple[str, Source]]:
-    """The sources of an entry by the names they have in a run."""
+    """The sources of an entry with the names they have in a run."""
     if entry.group is not None:
         yield from ((f"{WEIGHTS}/{source.name}", source) for source in entry.group.sources)
     elif entry.source is not None:
         yield entry.name if part.kind == "state" else f"{WEIGHTS}/{entry.source.name}", entry.source
-
-
-def _of_first_rank(entry: Entry, odd: frozenset[int]) -> Entry:
-    if entry.source is None or entry.source.key not in odd:
-        return entry
-    return entry._replace(source=of_rank_0(entry.source))
 
 
 def _find_differences(answers: Values) -> dict[str, dict[str, str | None]]:
@@ -203,13 +204,13 @@ def _find_differences(answers: Values) -> dict[str, dict[str, str | None]]:
     found: dict[str, dict[int, str | None]] = {}
     for (name, place), held in copies.items():
         stored = next((digest for _, digest in held if digest.is_stored), held[0][1])
-        odd = {rank: place if digest.bits else None for rank, digest in held if digest.bits != stored.bits}
-        found.setdefault(name, {}).update(odd)
-    return {name: {str(rank): odd[rank] for rank in sorted(odd)} for name, odd in found.items() if odd}
+        differing = {rank: place if digest.bits else None for rank, digest in held if digest.bits != stored.bits}
+        found.setdefault(name, {}).update(differing)
+    return {name: {str(rank): owners[rank] for rank in sorted(owners)} for name, owners in found.items() if owners}
 
 
 def _entries_of_others(name: str, source: Source, owners: Mapping[int, str | None]) -> Iterator[Entry]:
-    """The entries of what ranks other than the first have of one tensor."""
+    """The entries for the values of one tensor on ranks other than the first."""
     for owner, place in owners.items():
         if place is None:
             continue

@@ -1,8 +1,8 @@
 """Reuses the files of frozen tensors: the next checkpoint links to those of an earlier one.
 
-Tensors that are not trained go into files of their own. Before such a file is written, each rank digests the bytes that
-it would write to it; where an earlier checkpoint has a file with that digest, this file becomes its second name. So the
-content decides, whoever made the earlier checkpoint. Where there are no hard links all is written.
+Frozen tensors go into files of their own. Before such a file is written, each rank digests the bytes that it would
+write. If an earlier checkpoint has a file with that digest, it is hard-linked instead, whichever run made that
+checkpoint. Without hard links all files are written.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,17 +24,17 @@ from ft_ckpt.saving.files import PartPlan, Share
 from ft_ckpt.storage.digests import FileRecord, joined_digest, whole_digest
 from ft_ckpt.storage.store import Store, etag_of
 
-LEAST_BYTES = 64 << 20  # of frozen tensors, for which a second file pays
-LEAST_SHARE = 0.25  # of a part
-_EARLIER = 3  # the newest checkpoints that are looked at: several models may be saved in turns
-_LINK = ".ft_ckpt-frozen-"  # begins the names in a stage of files that may be taken over
+LEAST_BYTES = 64 << 20  # of frozen tensors that are worth a second file
+LEAST_SHARE = 0.25  # of a part that is worth a second file
+_EARLIER = 3  # newest checkpoints to look in: several models may be saved in turns
+_LINK = ".ft_ckpt-frozen-"  # prefix of the names in a stage of files that may be reused
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Files of earlier checkpoints that a planned one may turn out to equal."""
+    """Files of earlier checkpoints that a planned file may equal."""
 
-    ranks: int  # that each of the digests is made of
+    ranks: int  # whose digests are joined in each digest
     digests: tuple[str, ...]
 
 
@@ -44,7 +44,7 @@ def frozen_identities(found: Mapping[str, Source]) -> frozenset[int]:
 
 
 def frozen_names(part: Part, still: frozenset[int], mode: str) -> frozenset[str]:
-    """Stored names of `part` that belong into files of their own: all that come from `still` tensors, if that pays."""
+    """Stored names of `part` that go into files of their own: those made of `still` tensors only, if that pays."""
     if mode == "off" or not still or part.kind not in ("model", "module"):
         return frozenset()
     names = {entry.name for entry in part.entries if all(source.key in still for source in entry.sources)}
@@ -55,8 +55,12 @@ def frozen_names(part: Part, still: frozenset[int], mode: str) -> frozenset[str]
 
 
 def frozen_shares(plans: Iterable[PartPlan], world_size: int) -> list[Share]:
-    """The planned files that hold frozen tensors alone, and who writes what of them."""
-    chosen = [replace(plan, files=tuple(file for file in plan.files if _is_frozen(file, plan))) for plan in plans]
+    """The division between ranks of the planned files that hold frozen tensors only."""
+
+    def is_frozen(file: FilePlan, plan: PartPlan) -> bool:
+        return bool(file.layout.specs) and plan.separate.issuperset(spec.name for spec in file.layout.specs)
+
+    chosen = [replace(plan, files=tuple(file for file in plan.files if is_frozen(file, plan))) for plan in plans]
     return files.divide_files([plan for plan in chosen if plan.files], world_size)
 
 
@@ -109,7 +113,7 @@ def equal_files(
 
 
 def place_equal_files(shares: Sequence[Share], taken: Mapping[str, str], store: Store) -> list[FileRecord]:
-    """On rank 0: put the `taken` files in their places, by the digests they have; their records. Raises TargetError."""
+    """On rank 0: move the `taken` files to their paths, by digest; return their records. Raises TargetError."""
     records = []
     for share in shares:
         path = share.file.path
@@ -129,12 +133,8 @@ def without_linked(plans: Sequence[PartPlan], taken: Iterable[str]) -> tuple[Par
     return tuple(replace(one, files=tuple(file for file in one.files if file.path not in have)) for one in plans)
 
 
-def _is_frozen(file: FilePlan, plan: PartPlan) -> bool:
-    return bool(file.layout.specs) and plan.apart.issuperset(spec.name for spec in file.layout.specs)
-
-
 def _is_comparable(record: FileRecord, share: Share, ranks: Ranks, gathers: bool) -> bool:
-    """Whether the file could be the planned one, and its digest can be made again from what these ranks hold."""
+    """Whether the file can equal the planned one and these ranks can compute its digest from the elements they hold."""
     if record.size_bytes != share.file.layout.size_bytes:
         return False
     if record.ranks > 1:
@@ -143,9 +143,9 @@ def _is_comparable(record: FileRecord, share: Share, ranks: Ranks, gathers: bool
 
 
 def _take_candidate(one: EarlierCheckpoint, record: FileRecord, share: Share, store: Store) -> bool:
-    """Take the earlier file into the stage, see `take_earlier`, unless it begins otherwise than the planned one."""
+    """Link the earlier file into the stage, see `take_earlier`, unless its header differs from the planned one."""
     name, header = _candidate_name(record.digest), share.file.layout.header
-    with suppress(OSError, CorruptError):  # gone since, or no links here
+    with suppress(OSError, CorruptError):  # deleted meanwhile, or no hard links
         if store.stat(name) is not None:
             return True
         if take_earlier(one, record, store, name):

@@ -1,4 +1,4 @@
-"""The saves of a run: scheduled ones, the last one, and those that the script asks for."""
+"""The saves of a run: scheduled ones, the last one, and those that the script requests."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,12 +28,12 @@ from ft_ckpt.training.signals import exit_code
 from ft_ckpt.transfer.sync import LONGEST_EXIT_SECONDS, UploadTerms
 
 T = TypeVar("T")
-_SAVES_WITHOUT_METRIC = 3  # before it is said that none came
+_SAVES_WITHOUT_METRIC = 3  # before a warning that the metric is missing
 
 
 @dataclass(eq=False)
 class RunSaves:
-    """What one saver does with one run. Every method is collective."""
+    """The saves of one run by one saver. Every method is collective."""
 
     run: TrainingRun
     pending: BackgroundSaver
@@ -44,11 +44,11 @@ class RunSaves:
     is_closed: bool = False
 
     def close(self) -> None:
-        """Refuse what comes later."""
+        """Refuse later saves."""
         self.is_closed = True
 
     def save_if_due(self, metrics: dict[str, float]) -> SaveReport | PendingSave | None:
-        """Save if `every` wants it; after a save for a signal the process exits (SystemExit)."""
+        """Save if `every` asks for it; after a save on a signal the process exits (SystemExit)."""
         if self.pending.has_ended(self._current_ranks()):
             self._warn_on_failure(self.pending.wait_for_save)
         metrics, every = self.run.agree_on_metrics(metrics, self._current_ranks()), self.run.config.every
@@ -67,8 +67,8 @@ class RunSaves:
         return report
 
     def read_until_signal(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches. Where a signal for all processes of a job has ended the workers that read them, a run that is
-        alone is saved as it was after the last step, and the process exits (SystemExit).
+        """Yield the batches. A signal to the whole job may end the workers that read them: a run on one rank is then
+        saved as it was after the last step, and the process exits (SystemExit).
         """
         try:
             yield from batches
@@ -79,7 +79,7 @@ class RunSaves:
 
     @as_in_training
     def save_last(self) -> None:
-        """Save the last step of a run that `every` saves, if it was not saved."""
+        """Save the last step if the run has a schedule and the step was not saved."""
         if self.run.config.every is None or self.places.target is None or self.is_rehearsal:
             return
         if self.run.lacks_save:
@@ -97,7 +97,7 @@ class RunSaves:
         adapter_only: bool | None = None,
         extra_files: Mapping[str, str | bytes] | None = None,
     ) -> SaveReport | PendingSave:
-        """Save the state of the run for `reason`, None for the script's own; then delete what need not be kept."""
+        """Save the state of the run, then delete checkpoints by `keep`. `reason` is None if the script asked for it."""
         self.pending.wait_for_save()
         begun, now, history = time.monotonic(), self.run, self.run.history
         now.note_saved(reason, metrics)
@@ -105,8 +105,8 @@ class RunSaves:
         now.history = replace(now.history, saves=append_save(history.saves, entry))
         try:
             captured = now.capture_state(self._current_ranks(), library_versions())
-            if apart := differing_settings(captured.document):
-                report_differences(describe_differences(apart), f"step {now.step}", self._current_ranks(), config)
+            if differing := differing_settings(captured.document):
+                report_differences(describe_differences(differing), f"step {now.step}", self._current_ranks(), config)
             found, attribute = model_sources(captured.found), config.attribute
             adapters = is_adapter_run(now.model, found, attribute)
             adapters = now.base.is_left_out(now.model, adapters, adapter_only, self._current_ranks())
@@ -136,7 +136,7 @@ class RunSaves:
         cost = time.monotonic() - begun
         entry = replace(entry, stall_seconds=cost)
         if isinstance(report, PendingSave):
-            self.pending.before = history  # what it cost, and whether it is there at all, is known later
+            self.pending.before = history  # its cost and outcome are known later
         else:
             now.history = history
             now.note_saved(reason, metrics, cost)
@@ -145,7 +145,7 @@ class RunSaves:
         return report
 
     def target_folder(self, path: str | Path | Place | None, step: int | None, *, has_state: bool) -> Place:
-        """The folder to save to. Raises ConfigError when none is known, TargetError for one that must stay."""
+        """The folder to save to. Raises ConfigError when none is known, TargetError if it must not be replaced."""
         if self.is_closed:
             raise CheckpointError("this saver is closed; make a new one to save again")
         self.run.refuse_half_restored()
@@ -165,20 +165,20 @@ class RunSaves:
     def plan_follow_up(
         self, *, prunes: bool = False, push_to: str | Place | None = None, base_id: str | None = None
     ) -> AfterSave:
-        """What is done after a save that is made now."""
+        """The follow-up of a save that is made now."""
         prune, terms = self._make_pruner() if prunes else None, self._upload_terms()
         leads = self._current_ranks().leads
         return self.follow_up.plan(leads, prune=prune, terms=terms, push_to=push_to, base_id=base_id)
 
     def upload_leftovers(self) -> None:
-        """Upload what earlier processes have left in the staging folder."""
+        """Upload checkpoints that earlier processes have left in the staging folder."""
         if self.follow_up.uploads is not None and self._current_ranks().leads:
             self.follow_up.uploads.begin_round(self._upload_terms())
 
     def end_follow_up(self, *, wait: bool) -> None:
-        """Wait for all that follows the saves, or name what has not ended, which goes on until the process ends.
+        """Wait for uploads and pushes; or only name those that have not ended, which go on until the process ends.
 
-        Raises TargetError for what was not uploaded, on all ranks, unless on_failure="warn".
+        Raises TargetError on all ranks for checkpoints that were not uploaded, unless on_failure="warn".
         """
         try:
             if wait:
@@ -189,7 +189,7 @@ class RunSaves:
             self.follow_up.end_pushes(wait=wait)
 
     def _finish_uploads(self, seconds: float | None = None) -> None:
-        """Wait on all ranks for rank 0's uploads, at most so long; what is left is warned of then, else see above."""
+        """Wait on all ranks for rank 0's uploads. After `seconds`, warn of those that are left."""
         uploads, ranks = self.follow_up.uploads, self._current_ranks()
         if uploads is None:
             return
@@ -213,7 +213,6 @@ class RunSaves:
             return None
 
     def _make_pruner(self) -> Callable[[Place], None]:
-        """What deletes old checkpoints once a new one is there."""
         directory = self.places.target if self._current_ranks().leads else None
         return partial(prune_after_save, directory, self.run.config.keep, self.run.run_id, self._protected_paths())
 

@@ -1,7 +1,7 @@
 """Writes the tensors of a save into its files: by every rank, by one rank per file, or by rank 0 after a gather.
 
-Every rank writes what it holds into each file where all see one disk; where they see one bucket, each file has a rank
-that its tensors come to; else rank 0 writes all.
+Where all ranks see one disk, each writes the elements it holds into each file. Where they see one bucket, each file has
+one writer, which gathers its tensors. Otherwise rank 0 writes all files.
 """
 
 import uuid
@@ -34,17 +34,17 @@ from ft_ckpt.storage.scratch import track_progress
 from ft_ckpt.storage.store import SharedStore, Store
 from ft_ckpt.storage.writer import Region, Writer, WriteTuning, tuning_for
 
-_MANIFEST_BYTES = 16 << 20  # room for what is not known yet in the look at free space
+_MANIFEST_BYTES = 16 << 20  # reserved in the check of free space
 
 
 @dataclass(frozen=True, eq=False)
 class StagedSave:
-    """A planned save, and on rank 0 the staging that has everything but the weights."""
+    """A planned save; on rank 0 with a staging that holds everything except the weights."""
 
     plan: SavePlan
     staging: Staging | None = None
-    files: tuple[FileRecord, ...] = ()  # that are there
-    offers: Mapping[str, Offer] = field(default_factory=dict)  # frozen files that may be there already
+    files: tuple[FileRecord, ...] = ()  # already written
+    offers: Mapping[str, Offer] = field(default_factory=dict)  # earlier files that frozen ones may equal, by path
 
     @property
     def shared_url(self) -> str | None:
@@ -55,9 +55,9 @@ class StagedSave:
 def prepare_stage(
     request: SaveRequest, plan: SavePlan, ranks: Ranks, config: SaverConfig, tries: int, changed: frozenset[str]
 ) -> StagedSave:
-    """On rank 0 open a staging and write everything but weights into it.
+    """On rank 0 open a staging and write everything except weights into it.
 
-    Frozen files of earlier checkpoints are in it, too, but for those that are known to have `changed`.
+    It also gets the frozen files of earlier checkpoints, except those known to have `changed`.
     """
     if not ranks.leads:
         return StagedSave(plan)
@@ -91,7 +91,7 @@ def prepare_stage(
 
 
 def saver_tuning(config: SaverConfig) -> WriteTuning:
-    """How files are written, as the settings say."""
+    """The tuning of the writer from the settings."""
     return tuning_for(config.io_threads, config.direct_io, config.io_block_bytes)
 
 
@@ -103,7 +103,7 @@ def _find_offers(
     opened: Staging,
     changed: frozenset[str],
 ) -> dict[str, Offer]:
-    if request.state_dict_given or config.reuse_frozen == "off" or config.nonfinite == "raise":  # looks at all numbers
+    if request.state_dict_given or config.reuse_frozen == "off" or config.nonfinite == "raise":  # checks all values
         return {}
     shares = [share for share in reuse_frozen.frozen_shares(plans, ranks.size) if share.file.path not in changed]
     return reuse_frozen.link_candidates(shares, opened, ranks, config.each_rank_writes != "on")
@@ -119,45 +119,45 @@ class SharedFolders:
         self._known: dict[str, bool] = {}
 
     def is_seen_by_all(self, folder: Store, ranks: Ranks, probed: Store | None = None) -> bool:
-        """Whether all ranks see what rank 0 makes in `folder`; the probe goes there, or to `probed` below it.
+        """Whether all ranks see files that rank 0 creates in `folder`. Collective.
 
-        Collective.
+        The probe file is created there, or in `probed` below it.
         """
         if folder.url not in self._known:
             self._known[folder.url] = ranks.size == 1 or all_ranks_see(probed or folder, ranks)
         return self._known[folder.url]
 
     def forget(self) -> None:
-        """Ask anew."""
+        """Clear the cache."""
         self._known.clear()
 
 
 @dataclass(eq=False)
 class SaveJob:
-    """A save that all ranks have agreed to."""
+    """A save that all ranks have agreed on."""
 
     request: SaveRequest
     plan: SavePlan
     staging: Staging | None  # on rank 0
-    stage: str | None  # the folder that all ranks write into; None where ranks cannot write one file together
-    offers: Mapping[str, Offer]  # of rank 0: frozen files that may be there already, by path
+    stage: str | None  # the folder that all ranks write into; None where ranks cannot share a file
+    offers: Mapping[str, Offer]  # of rank 0: earlier files that frozen ones may equal, by path
     state_dict: bool  # whether rank 0 was given one
     ranks: Ranks
     config: SaverConfig
     shared: SharedFolders
     companions: tuple[FileRecord, ...] = ()  # on rank 0: the files in the stage that hold no tensors
-    taken: dict[str, str] = field(default_factory=dict)  # digests of the frozen files that are there, by path
+    taken: dict[str, str] = field(default_factory=dict)  # digests of the earlier files that are reused, by path
     linked: list[FileRecord] = field(default_factory=list)  # on rank 0: their records
-    shares: list[files.Share] | None = None  # who writes which bytes; None: each file has one writer
+    shares: list[files.Share] | None = None  # the division of files between ranks; None: each file has one writer
 
     @property
     def unlinked_plans(self) -> tuple[PartPlan, ...]:
-        """The files that are to be written."""
+        """The plans of the files that are not reused."""
         return reuse_frozen.without_linked(self.plan.plans, self.taken)
 
 
 def write_tensors(job: SaveJob) -> dict[str, Any]:
-    """Move and write the tensors. Collective. The records or digests of this rank's bytes, as JSON.
+    """Move and write the tensors. Collective. Returns the records or digests of this rank's bytes, as JSON.
 
     Raises IncompleteError for tensors that the model's config ties and that differ.
     """
@@ -170,7 +170,7 @@ def write_tensors(job: SaveJob) -> dict[str, Any]:
 
 
 def written_files(job: SaveJob, written: Values) -> list[FileRecord]:
-    """On rank 0: the records of all files, from what `write_tensors` gave on each rank."""
+    """On rank 0: the records of all files, from the result of `write_tensors` on each rank."""
     if job.shares is not None:
         parts = zip(*(value["digests"] for value in written), strict=True)
         records = [files.file_record(share, digests) for share, digests in zip(job.shares, parts, strict=True)]
@@ -182,7 +182,7 @@ def written_files(job: SaveJob, written: Values) -> list[FileRecord]:
 
 
 def _link_frozen_files(job: SaveJob) -> list[FileRecord]:
-    """Find the frozen files that are there already, and on rank 0 put them in place; their records. Collective."""
+    """Find earlier files that equal frozen ones and on rank 0 link them; return their records. Collective."""
     offers, staging = job.offers, job.staging
     if not offers:
         return []
@@ -192,9 +192,9 @@ def _link_frozen_files(job: SaveJob) -> list[FileRecord]:
 
 
 def _write_whole_files(job: SaveJob, untied: list[tuple[Source, Source]]) -> list[FileRecord]:
-    """Each file is written by one rank, to which its tensors come; the records of this rank's files.
+    """Write each file on one rank, which gathers its tensors; return the records of this rank's files.
 
-    Raises IncompleteError for numbers that are none, if asked to.
+    Raises IncompleteError on NaN or infinity if `nonfinite="raise"`.
     """
     ranks, config, writers = job.ranks, job.config, _choose_writers(job)
     files = [(one, file) for one in job.unlinked_plans for file in one.files]
@@ -215,7 +215,7 @@ def _write_whole_files(job: SaveJob, untied: list[tuple[Source, Source]]) -> lis
 
 
 def _choose_writers(job: SaveJob) -> dict[str, int]:
-    """The rank that writes each file, by path: rank 0 all, or where all see one bucket and it pays each some."""
+    """The rank that writes each file, by path: rank 0, or several ranks where all see one bucket and it pays."""
     config, target = job.config, job.request.target
     planned = [file for one in job.plan.plans for file in one.files]
     size = sum(file.layout.size_bytes for file in planned)
@@ -231,9 +231,9 @@ def _choose_writers(job: SaveJob) -> dict[str, int]:
 def _regions_here(
     files: Sequence[tuple[PartPlan, FilePlan]], writers: Mapping[str, int], way: GatherWay
 ) -> Iterator[tuple[str, Region]]:
-    """The regions of the files that this rank writes, with their paths; between them it brings others what they need.
+    """The regions of the files that this rank writes, with their paths; in between it sends tensors to other writers.
 
-    Writers take turns, a bucket each, so that all of them are busy.
+    Writers take turns, one bucket each, so that all of them are busy.
     """
 
     def turns_to(rank: int) -> Iterator[tuple[str, Iterator[Region]]]:
@@ -256,11 +256,11 @@ def _write_own_files(
     regions: Iterator[tuple[str, Region]],
     write: Callable[[FilePlan, Iterator[Region]], FileRecord],
 ) -> Iterator[FileRecord]:
-    """Write files from the regions that come for one after the other; all regions are asked for."""
+    """Write files from their regions, which come file by file; all regions are consumed."""
     groups = groupby(regions, key=itemgetter(0))
     path, group = next(groups, ("", None))
     for file in mine:
-        if group is None or path != file.path:  # it holds no bytes of tensors
+        if group is None or path != file.path:  # it holds no tensor bytes
             yield write(file, iter(()))
             continue
         yield write(file, (region for _, region in group))
@@ -278,7 +278,7 @@ def _write_tracked(
 
 
 def _divide_between_ranks(job: SaveJob) -> list[files.Share] | None:
-    """Who writes what of every file, if that pays and all see the stage; None: each file has one writer. Collective."""
+    """The division of files between ranks, if that pays and all see the stage; None: one writer a file. Collective."""
     config = job.config
     plain = all(format_named(one.format).is_plain for one in job.plan.plans) and config.compression is None
     if job.ranks.size == 1 or config.each_rank_writes == "off" or not plain or config.nonfinite == "raise":
@@ -294,9 +294,9 @@ def _divide_between_ranks(job: SaveJob) -> list[files.Share] | None:
 
 
 def all_ranks_see(store: Store, ranks: Ranks) -> bool:
-    """Whether all ranks see what rank 0 makes in `store`: each looks for a word it leaves there. Collective.
+    """Whether all ranks see files that rank 0 creates in `store`, tested with a probe file. Collective.
 
-    Raises the error of rank 0, if it cannot write there, on all ranks.
+    Raises the error of rank 0 on all ranks if it cannot write there.
     """
     token = uuid.uuid4().hex
     name = f"{_PROBE}-{token}"
@@ -313,16 +313,16 @@ def all_ranks_see(store: Store, ranks: Ranks) -> bool:
 def _has_probe(store: Store, name: str, token: str) -> bool:
     try:
         return store.read(name) == token.encode()
-    except CorruptError:  # it is not there, or something else is
+    except CorruptError:  # absent, or another file
         return False
 
 
 def _write_on_all_ranks(job: SaveJob, shares: list[files.Share], untied: list[tuple[Source, Source]]) -> list[str]:
-    """Every rank writes the bytes it holds; the digests of this rank's, one for each file."""
+    """Write the bytes that this rank holds; return their digests, one for each file."""
     config, ranks, tuning = job.config, job.ranks, saver_tuning(job.config)
     store = stage_store(Path(str(job.stage)), tuning.direct_bytes)
     _refuse_untied(untied)
-    if ranks.leads:  # it takes the room for all files before it writes a byte
+    if ranks.leads:  # reserves the space of all files before a byte is written
         for share in shares:
             store.allocate(share.file.path, share.file.layout.size_bytes)
     with Writer(tuning) as writer:

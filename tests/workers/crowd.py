@@ -151,7 +151,7 @@ def looked_up(folder: Path) -> tuple[SaveRequest, LocalState, StagedSave]:
         tokenizer=None,
         step=1,
         metrics={},
-        apart={},  # a comparison of replicas would start a thread for each rank
+        differing={},  # a comparison of replicas would start a thread for each rank
     )
     plan = plan_save(request, alone, saver.config)
     return request, state.local_state([], {}, {}), StagedSave(plan)
