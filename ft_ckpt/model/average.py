@@ -1,6 +1,6 @@
-"""Averages checkpoints, weighted or not, a slice of each at a time.
+"""Averages checkpoints, weighted or not, slice by slice.
 
-Elements are added up in float32 (float64 ones in float64) and rounded once. Source: Wortsman et al., "Model soups",
+Elements are summed in float32 (float64 ones in float64) and rounded once. Source: Wortsman et al., "Model soups",
 2022, arXiv:2203.05482; Izmailov et al., "Averaging weights leads to wider optima", 2018, arXiv:1803.05407.
 """
 
@@ -40,7 +40,7 @@ from ft_ckpt.model.folder import WeightsFolder
 from ft_ckpt.model.settings import adapter_settings, differing_settings, is_irreproducible, quantisation_of
 from ft_ckpt.storage.place import Place, open_place, source_access
 
-_WIDE = {torch.float64: torch.float64, torch.complex128: torch.complex128}  # summed up in themselves
+_WIDE = {torch.float64: torch.float64, torch.complex128: torch.complex128}  # summed in their own type
 _NARROW = ("float16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _NO_MEAN = ("float8_e8m0fnu", "float4_e2m1fn_x2")  # scales that are powers of two; two numbers in a byte
 
@@ -60,26 +60,29 @@ def average(
 ) -> ConvertReport:
     """Write the average of the checkpoints `sources` to `dst`, a folder or file; all or nothing, durably.
 
-    `sources` are two or more checkpoints, folders or files of the same tensors; or one run's folder with `last`:
-    that many of its newest valid checkpoints. `weights`: a number for each source, else all count alike; their sum
-    is made 1. Floating-point tensors are averaged in float32 and rounded once to their type, or to `dtype`. Tensors of
-    other types must be equal in all sources, else the last source's is taken and the report names it; indices of an
-    adapter that differ are refused. A tied name stands for the tensor that it is tied to; if files have different ties,
-    tensors that are not tied in all of them are stored separately. Companions (config, tokenizer) are the last
-    source's. Folders are refused if their settings differ in what changes the output, if their tokenizers give one id
-    to different tokens, if their ties differ, or if they are quantised. A state of training is not averaged. Adapters
-    are averaged factor by factor, and must be of one base. The manifest says what the average was made from: `latest`
-    and `best` pass it over, and no rule of a run deletes it. Sources are compared with their digests while they are
-    read. Further arguments are those of `convert`.
+    `sources` are two or more checkpoints, folders or files of the same tensors; or one run's folder with `last`, the
+    number of its newest valid checkpoints to average. `weights`: a number for each source, normalised to the sum 1;
+    by default all are equal. Further arguments are those of `convert`.
 
-    Raises ConfigError for counts and weights that cannot be, SelectionError naming tensors that differ in name, shape,
-    type or ties, or have no mean, LoadError naming settings and bases that differ; for files as `convert` does.
+    Floating-point tensors are averaged in float32 and rounded once to their type, or to `dtype`. Other tensors should
+    be equal in all sources; otherwise the last source's is taken and the report names it. Differing indices of an
+    adapter are refused. A tied name stands for the tensor that it is tied to; if files have different ties, tensors
+    that are not tied in all of them are stored separately. Sidecar files (config, tokenizer) are the last source's.
+    Folders are refused if settings differ that change the output, if their tokenizers map one id to different tokens,
+    if their ties differ, or if they are quantised. Training state is not averaged. Adapters are averaged factor by
+    factor and must have one base. The manifest names the sources; `latest` and `best` skip an average, and no rule of a
+    run deletes it. Sources are compared with their digests while they are read.
+
+    Raises ConfigError for invalid counts and weights, SelectionError naming tensors that differ in name, shape, type or
+    ties, or have no mean, LoadError naming settings and bases that differ; for files as `convert` does.
     """
     places = _chosen_places([open_place(source) for source in sources], last)
     shares = normalized_weights(weights, len(places))
+    named = zip((place.last_step for place in places), shares, strict=True)
+    terms = [name if weights is None else f"{name} ({share:.4g})" for name, share in named]
     options = convert_options(
         dst, format=format, dtype=dtype, max_shard_size=max_shard_size, verify=verify, progress=progress,
-        note=_average_note(places, shares, weights is None), made_from=tuple(place.last_step for place in places),
+        note=f"the average of {', '.join(terms)}", made_from=tuple(place.last_step for place in places),
         overwrite=overwrite,
     )  # fmt: skip
     check_apart(places, options)
@@ -94,7 +97,7 @@ def average(
 
 
 def normalized_weights(weights: Sequence[float] | None, count: int) -> list[float]:
-    """Weights that add up to 1. Raises ConfigError unless there is a finite number for each, of a sum that is not 0."""
+    """The weights with the sum 1. Raises ConfigError unless they are `count` finite numbers whose sum is not 0."""
     if count < 2:
         raise ConfigError(
             f"{_counted(count, 'source')} given: an average is of two or more; give more, or last= and a run"
@@ -108,7 +111,7 @@ def normalized_weights(weights: Sequence[float] | None, count: int) -> list[floa
 
 
 def _finite_numbers(weights: Any) -> list[float]:
-    """The weights as floats; empty unless all are finite numbers."""
+    """The weights as floats; empty unless all are finite."""
     try:
         found = [math.nan if isinstance(weight, str) else float(weight) for weight in weights]
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from a tensor of several elements
@@ -117,20 +120,20 @@ def _finite_numbers(weights: Any) -> list[float]:
 
 
 def parse_weights(text: str | None) -> list[float] | None:
-    """Numbers with commas between them. Raises ConfigError for anything else."""
+    """Numbers separated by commas. Raises ConfigError for other text."""
     try:
         return None if text is None else [float(number) for number in text.split(",")]
     except ValueError:
-        raise ConfigError(f"weights={text!r}: expected numbers with commas between them, as in '1,2,1'") from None
+        raise ConfigError(f"weights={text!r}: expected numbers separated by commas, as in '1,2,1'") from None
 
 
 class AveragedFile:
-    """Files of the same tensors as one file of their averages.
+    """The averages of several files with the same tensors, as one file.
 
     In each file, a name stands for the tensor that it is tied to; names that are tied in all files are tied here.
     Averages have the dtype of the sources, or `dtype`; `casts` counts the changes of dtype. `untied` describes names
-    that are tied in some files only. After reading, `unequal` has the names of tensors without a mean that differ (an
-    error for adapters, where they are indices), `beyond` those of tensors with averages that their dtype cannot hold.
+    that are tied in some files only. After reading, `unequal` has the names of non-floating tensors that differ (an
+    error for adapters, where they are indices), `beyond` the names of tensors whose averages exceed their dtype.
     """
 
     def __init__(
@@ -175,7 +178,7 @@ class AveragedFile:
         self.beyond: set[str] = set()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of the average of tensor `name`: 1-D, on the CPU, in the type its spec says."""
+        """Flat elements [start, stop) of the average of tensor `name`: 1-D, on the CPU, in the dtype of its spec."""
         stored = zip(self.files, self.sources[name], strict=True)
         parts = (file.read(kept, start, stop) for file, kept in stored)
         first = next(parts)
@@ -215,7 +218,7 @@ def _stored_names(files: Sequence[TensorFile], names: Sequence[str]) -> tuple[li
     """For each file the stored tensor of each name, stored names first; and notes.
 
     transformers stores a tied tensor under one name and does not record the others. So a name that a file lacks is
-    taken to be tied there as it is in all files that have it.
+    assumed to be tied there as it is in all files that have it.
     """
     stored = [{**{name: name for name in file.specs}, **getattr(file, "ties", {})} for file in files]
     groups, notes = [_names_by_tensor(table) for table in stored], []
@@ -242,7 +245,7 @@ def _chosen_places(sources: list[Place], last: int | None) -> list[Place]:
             "the checkpoints themselves without last="
         )
     of_run = [info for info in known if info.manifest.run_id == known[-1].manifest.run_id]
-    # The weights that a run ends with are those of its last checkpoint once more: they do not count twice.
+    # The final export of a run repeats the weights of its last checkpoint, which must not count twice.
     moments = [info for info in of_run if not info.manifest.export] or of_run
     places = [info.place for info in reversed(moments)]
     whole: list[Place] = []
@@ -257,15 +260,22 @@ def _chosen_places(sources: list[Place], last: int | None) -> list[Place]:
 
 
 def _averaged_source(opened: Sequence[TensorFile], shares: Sequence[float], options: ConvertOptions) -> TensorFile:
-    """One source for a conversion: of folders a folder with the same parts, else a file."""
+    """The averages as one source for a conversion: a folder with the same parts if all are folders, else a file."""
     names = options.made_from
     folders = [one for one in opened if isinstance(one, WeightsFolder)]
-    _refuse_quantised(opened, names)
+    stores = [
+        (Path(name, part.path), Place(one.store, part.path).folder)
+        for name, one in zip(names, opened, strict=True)
+        if isinstance(one, WeightsFolder)
+        for part in one.parts
+    ]
+    if quantised := [f"{name}: {field}" for name, store in stores if (field := quantisation_of(store))]:
+        raise SelectionError(f"{listing(quantised)}: quantised weights have no average; dequantise the models first")
     if len(folders) < len(opened):
         return AveragedFile(opened, shares, names, options.dtype)
     kinds = [[(part.path, part.kind) for part in folder.parts] for folder in folders]
-    if odd := [name for name, found in zip(names, kinds, strict=True) if found != kinds[0]]:
-        raise SelectionError(f"{listing(odd)}: other parts than {names[0]}; average checkpoints of one model")
+    if differing := [name for name, found in zip(names, kinds, strict=True) if found != kinds[0]]:
+        raise SelectionError(f"{listing(differing)}: other parts than {names[0]}; average checkpoints of one model")
     last, parts, wrong, untied = folders[-1], [], list[str](), _differing_shares(folders, names)
     for at, part in enumerate(last.parts):
         is_adapter = part.kind == "adapter"
@@ -277,18 +287,19 @@ def _averaged_source(opened: Sequence[TensorFile], shares: Sequence[float], opti
             unfit, notes = _differing_bases(folders, at, names)
             wrong, file.notes = wrong + unfit, file.notes + notes
         parts.append(dataclasses.replace(part, file=file))
-    told = f"{listing(untied + wrong)}; only models of one config, or adapters of one base, have an average"
+    problem = f"{listing(untied + wrong)}; only models of one config, or adapters of one base, have an average"
     if untied:
         # Folders are never untied: `tie_word_embeddings` changes more than the names, as T5 scales its outputs by it.
-        raise SelectionError(told)
+        raise SelectionError(problem)
     if wrong:
-        raise LoadError(told)
+        raise LoadError(problem)
     return WeightsFolder(last.place, last.origin, parts, _averaged_manifest(last.manifest, names))
 
 
 def _notes_of(source: TensorFile) -> Iterator[str]:
     """Notes for the report, after the tensors were read."""
-    files = _averaged_files(source)
+    parts = [part.file for part in source.parts] if isinstance(source, WeightsFolder) else [source]
+    files = [file for file in parts if isinstance(file, AveragedFile)]
     yield from dict.fromkeys(note for file in files for note in (*file.notes, *file.untied))
     if unequal := sorted(name for file in files for name in file.unequal):
         yield f"{listing(unequal, ', ')}: no floating-point numbers, and not equal; the last source's were taken"
@@ -296,13 +307,8 @@ def _notes_of(source: TensorFile) -> Iterator[str]:
         yield f"{listing(beyond, ', ')}: averages beyond the range of their dtype"
 
 
-def _averaged_files(source: TensorFile) -> list["AveragedFile"]:
-    parts = [part.file for part in source.parts] if isinstance(source, WeightsFolder) else [source]
-    return [file for file in parts if isinstance(file, AveragedFile)]
-
-
 def _averaged_manifest(last: Manifest | None, names: Sequence[str]) -> Manifest | None:
-    """The last source's, without what it says of one moment of a run."""
+    """The last source's manifest without the fields about one step of a run."""
     if last is None:
         return None
     created = datetime.now(timezone.utc).isoformat()
@@ -313,7 +319,7 @@ def _averaged_manifest(last: Manifest | None, names: Sequence[str]) -> Manifest 
 
 
 def _differing_shares(folders: Sequence[WeightsFolder], names: Sequence[str]) -> list[str]:
-    """Sources whose parts share other tensors with each other than those of the first source."""
+    """Sources whose parts do not share the same tensors as the parts of the first source."""
     known = [folder.manifest.shared if folder.manifest is not None else () for folder in folders]
     shared = [{frozenset(group) for group in groups} for groups in known]
     return [
@@ -334,14 +340,6 @@ def _differing_settings(folders: Sequence[WeightsFolder], at: int, names: Sequen
     ]
 
 
-def _refuse_quantised(opened: Sequence[TensorFile], names: Sequence[str]) -> None:
-    """Raise SelectionError for quantised models: codes and scales have no mean of their own."""
-    pairs = ((name, one) for name, one in zip(names, opened, strict=True) if isinstance(one, WeightsFolder))
-    stores = [(Path(name, part.path), Place(one.store, part.path).folder) for name, one in pairs for part in one.parts]
-    if found := [f"{name}: {field}" for name, store in stores if (field := quantisation_of(store))]:
-        raise SelectionError(f"{listing(found)}: quantised weights have no average; dequantise the models first")
-
-
 def _differing_bases(folders: Sequence[WeightsFolder], at: int, names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Adapters `at` whose base is not that of the first source, and notes.
 
@@ -356,7 +354,8 @@ def _differing_bases(folders: Sequence[WeightsFolder], at: int, names: Sequence[
         if is_irreproducible(settings) and all(part.kind == "adapter" for part in folder.parts):
             wrong.append(f"{name}: its initialisation changed the base, which cannot be repeated and is not stored")
         if base is not None and are_sampled:
-            facts.append(f"one with samples {_short_digest(base.fingerprint)}")
+            samples = json.dumps(base.fingerprint, sort_keys=True).encode()
+            facts.append(f"one with samples {xxhash.xxh3_64_hexdigest(samples)}")
         else:
             named = (base.id if base is not None else None) or settings.get("base_model_name_or_path") or "not named"
             revision = (base.revision if base is not None else None) or settings.get("revision") or "main"
@@ -369,12 +368,3 @@ def _differing_bases(folders: Sequence[WeightsFolder], at: int, names: Sequence[
 
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def _short_digest(value: object) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
-
-
-def _average_note(places: Sequence[Place], shares: Sequence[float], plain: bool) -> str:
-    named = zip((place.last_step for place in places), shares, strict=True)
-    return f"the average of {', '.join(name if plain else f'{name} ({share:.4g})' for name, share in named)}"

@@ -51,12 +51,12 @@ from ft_ckpt.storage.scratch import copy_object, replaced_object, scratch_folder
 from ft_ckpt.storage.store import FREE, Access, Store, read_text
 from ft_ckpt.storage.writer import Region, Writer, region_of
 
-ShardRule = tuple[str, str]  # a pattern of names, as the shell has them for files, and the shard of those that fit it
+ShardRule = tuple[str, str]  # (shell pattern of tensor names, shard for the names that match)
 _SHARD = re.compile(r"\w[\w.-]*")
 
 
 def read_shard_rules(source: str | Path | None) -> tuple[ShardRule, ...]:
-    """The rules in a file of lines "pattern shard" (# begins a comment). Raises ConfigError when it is none."""
+    """The rules in a file of lines "pattern shard" (# begins a comment). Raises ConfigError for another file."""
     if source is None:
         return ()
     place = open_place(source)
@@ -72,43 +72,43 @@ def read_shard_rules(source: str | Path | None) -> tuple[ShardRule, ...]:
 
 
 def assign_shards(specs: Sequence[Spec], rules: Sequence[ShardRule]) -> dict[str, list[Spec]]:
-    """The tensors of each shard: each goes by the first rule that its name fits.
+    """The tensors of each shard; the first rule that matches a name decides.
 
-    Raises SelectionError naming tensors that fit none, and rules that no tensor goes by.
+    Raises SelectionError naming tensors that match no rule, and rules without a tensor.
     """
     shards: dict[str, list[Spec]] = {shard: [] for _, shard in rules}
-    used, lost = set(), []
+    used, unmatched = set(), []
     for spec in specs:
         rule = next((rule for rule in rules if fnmatchcase(spec.name, rule[0])), None)
         if rule is None:
-            lost.append(f"{spec.name}: in no shard")
+            unmatched.append(f"{spec.name}: in no shard")
             continue
         used.add(rule)
         shards[rule[1]].append(spec)
-    idle = [f"{pattern} {shard}: a rule for no tensor" for pattern, shard in rules if (pattern, shard) not in used]
-    if lost or idle:
-        raise SelectionError(f"{listing(lost + idle)}; end the rules with '* NAME' for all that is left")
+    unused = [f"{pattern} {shard}: a rule for no tensor" for pattern, shard in rules if (pattern, shard) not in used]
+    if unmatched or unused:
+        raise SelectionError(f"{listing(unmatched + unused)}; end the rules with '* NAME' for all that is left")
     return shards
 
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What a conversion is asked for."""
+    """The checked arguments of a conversion."""
 
-    path: Path | str  # as it was given
-    target: Place  # the same without links
+    path: Path | str  # as given
+    target: Place  # with symbolic links resolved
     format: TensorFormat
     to_folder: bool
-    dtype: str | None  # of floating-point tensors; None: as they are
-    names: Mapping[str, str]  # new by old
+    dtype: str | None  # of floating-point tensors; None: unchanged
+    names: Mapping[str, str]  # new name by old
     max_shard_bytes: int
     verify: bool
     progress: bool
-    note: str  # of the manifest: where the weights are from
-    shards: Sequence[ShardRule] = ()  # by which names are given to checkpoints of their own
-    made_from: tuple[str, ...] = ()  # names of the checkpoints they were computed from, if they were
-    access: Access = FREE  # who may read the result at most: who may read all that it is made of
-    overwrite: bool = False  # delete a checkpoint that is in the way in a bucket, before the new one is whole
+    note: str  # for the manifest: the source of the weights
+    shards: Sequence[ShardRule] = ()  # rules that divide the tensors between several checkpoints
+    made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from
+    access: Access = FREE  # upper bound of the permissions: those common to all sources
+    overwrite: bool = False  # delete a checkpoint of this name in a bucket before the new one is whole
 
 
 def convert_options(
@@ -126,11 +126,14 @@ def convert_options(
     to_folder: bool = False,
     overwrite: bool = False,
 ) -> ConvertOptions:
-    """What is asked of a conversion, as `convert` takes it, made sense of. Raises ConfigError or TargetError."""
+    """Check the arguments of `convert`. Raises ConfigError or TargetError."""
     place = open_place(dst)
     target = open_place(place.folder.identity) if isinstance(place.store, LocalStore) else place
     name = target.last_step
-    given = None if format is None else _known_format(format)
+    writable = [known.name for known in written_formats()]
+    if format is not None and format not in writable:
+        raise ConfigError(f"format={format!r}: expected one of {', '.join(writable)}")
+    given = None if format is None else format_named(format)
     names_folder = to_folder or place.is_folder or str(dst).endswith("/") or not PurePath(name).suffix
     to_folder = names_folder or (given is not None and given.library is not None)
     known = given or (format_named(DEFAULT_FORMAT) if to_folder else detect.format_by_suffix(str(target)))
@@ -167,23 +170,16 @@ def check_apart(sources: Sequence[Place], options: ConvertOptions) -> None:
             raise ConfigError(f"{options.target}: in the folder that is to be read; choose a path outside of it")
 
 
-def _known_format(name: str) -> TensorFormat:
-    names = [known.name for known in written_formats()]
-    if name not in names:
-        raise ConfigError(f"format={name!r}: expected one of {', '.join(names)}")
-    return format_named(name)
-
-
-SLICE_BYTES = 4 << 20  # small, since what several threads free stays with their heaps
+SLICE_BYTES = 4 << 20  # small, because memory freed by several threads stays in their heaps
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FLOAT_DTYPES = (*DTYPES, "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 Names = Mapping[str, str]
 
 
 def read_map(source: str | Path | Names | None) -> dict[str, str]:
-    """Old names and new ones: a mapping, or a file of JSON or of lines "old new" (# begins a comment).
+    """New names by old, from a mapping, a JSON file or a file of lines "old new" (# begins a comment).
 
-    A name may end in *, for every name that begins so. Raises ConfigError when it is none of this.
+    A name may end in * as a prefix. Raises ConfigError for another source and for ambiguous rules.
     """
     given = {} if source is None else source
     pairs = list(given.items()) if isinstance(given, Mapping) else _parse_map(open_place(given))
@@ -210,7 +206,7 @@ def _parse_map(path: Place) -> list[tuple[str, str]]:
 
 
 def check_used(table: Names, names: Iterable[str], source: str) -> None:
-    """Raise SelectionError for old names that none of `names` is, or begins with."""
+    """Raise SelectionError for old names and prefixes in `table` that match none of `names`."""
     there = list(names)
     prefixes = [old for old in table if old.endswith("*") and any(name.startswith(old[:-1]) for name in there)]
     if unknown := sorted(table.keys() - {*there, *prefixes}):
@@ -220,9 +216,9 @@ def check_used(table: Names, names: Iterable[str], source: str) -> None:
 
 
 def rename_tensors(names: Iterable[str], table: Names) -> dict[str, str]:
-    """New names by old. An exact rule goes before one with *, a longer one before a shorter.
+    """New names by old. An exact rule takes precedence over a prefix, a longer prefix over a shorter one.
 
-    Raises SelectionError naming tensors that would come to have one name.
+    Raises SelectionError naming tensors that would get the same name.
     """
     prefixes = sorted((old for old in table if old.endswith("*")), key=len, reverse=True)
     new = {}
@@ -240,7 +236,7 @@ def rename_tensors(names: Iterable[str], table: Names) -> dict[str, str]:
 
 
 class TranslatedFile:
-    """`file` with its tensors renamed by `names` (see `read_map`) and its floats in `dtype`, None: as they are."""
+    """`file` with its tensors renamed by `names` (see `read_map`) and its floats cast to `dtype`, if given."""
 
     def __init__(self, file: TensorFile, names: Names, dtype: str | None) -> None:
         if dtype is not None and dtype not in DTYPES:
@@ -255,7 +251,7 @@ class TranslatedFile:
         self.ties = {new[name]: new[kept] for name, kept in ties.items()}
         self.metadata: dict[str, str] = dict(getattr(file, "metadata", {}))
         self.skipped: tuple[str, ...] = tuple(getattr(file, "skipped", ()))
-        self.overflown: set[str] = set()  # with values that became infinite
+        self.overflown: set[str] = set()  # names of tensors in which the cast gave infinity
 
     def runs(self, name: str) -> list[ByteRun] | None:
         """The byte ranges of a tensor, unless it is cast."""
@@ -264,7 +260,7 @@ class TranslatedFile:
 
     @property
     def casts(self) -> dict[str, int]:
-        """ "float32->bfloat16": number of tensors, those that the file itself has cast included."""
+        """ "float32->bfloat16": number of tensors, including casts by the file itself."""
         found: dict[str, int] = dict(getattr(self.file, "casts", {}))
         for name, spec in self.specs.items():
             before = self.file.specs[self.old[name]].dtype
@@ -289,7 +285,7 @@ class TranslatedFile:
 
 
 class UntiedFile:
-    """`file` with every name of a tied tensor as a tensor of its own, for formats that know no ties."""
+    """`file` with every name of a tied tensor as a separate tensor, for formats without ties."""
 
     def __init__(self, file: TensorFile) -> None:
         ties: Names = getattr(file, "ties", {})
@@ -308,7 +304,7 @@ class UntiedFile:
 
 
 def tensor_runs(file: TensorFile, name: str) -> list[ByteRun] | None:
-    """The byte ranges of a tensor; None when they do not lie in a file as they are."""
+    """The byte ranges of a tensor; None if the file does not store its bytes as they are."""
     ask = getattr(file, "runs", None)
     found: list[ByteRun] | None = None if ask is None else ask(name)
     return found and [replace(run, name=name) for run in found]
@@ -324,10 +320,13 @@ def read_slices(file: TensorFile, specs: list[Spec]) -> Iterator[tuple[Spec, Ten
 
 
 def check_copy(wanted: TensorFile, found: TensorFile, source: str) -> None:
-    """Raise CorruptError naming every tensor of `found` that is not, bit for bit, what `wanted` has; slice by slice."""
+    """Raise CorruptError naming every tensor of `found` that differs in any bit from `wanted`; slice by slice."""
     wrong = copy_differences(wanted, found)
     for name, spec in wanted.specs.items():
-        if name in found.specs and found.specs[name] == spec and not _equal_bytes(wanted, found, spec):
+        if found.specs.get(name) != spec:
+            continue
+        pairs = zip(read_slices(wanted, [spec]), read_slices(found, [spec]), strict=True)
+        if not all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for (_, one), (_, other) in pairs):
             wrong.append(f"{name}: other values")
     if wrong:
         raise CorruptError(
@@ -353,17 +352,12 @@ def _all_specs(file: TensorFile) -> dict[str, tuple[tuple[int, ...], str]]:
     return found | {name: found[kept] for name, kept in getattr(file, "ties", {}).items()}
 
 
-def _equal_bytes(wanted: TensorFile, found: TensorFile, spec: Spec) -> bool:
-    pairs = zip(read_slices(wanted, [spec]), read_slices(found, [spec]), strict=True)
-    return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for (_, one), (_, other) in pairs)
-
-
 @dataclass(frozen=True)
 class Output:
-    """One weight file to be: how it is written, and where its tensors will be."""
+    """One planned weight file: how it is written, and the places of its tensors."""
 
     plan: FilePlan
-    inner: FilePlan  # the same with one record for each tensor
+    inner: FilePlan  # with a record for each tensor, where `plan` is an archive
     file: TensorFile
     archive: TorchArchive | None = None
 
@@ -374,12 +368,12 @@ class Output:
 
 
 def plan_output(known: TensorFormat, path: str, file: TensorFile) -> Output:
-    """The file `path` of format `known` that will hold what `file` holds.
+    """The plan of the file `path` in format `known` with the tensors of `file`.
 
     Raises SelectionError naming tensors of types that the format cannot keep.
     """
     specs, ties = list(file.specs.values()), dict(getattr(file, "ties", {}))
-    metadata = {"format": "pt", **getattr(file, "metadata", {})}  # transformers refuses files that do not say it
+    metadata = {"format": "pt", **getattr(file, "metadata", {})}  # transformers refuses files without it
     if known.lay_out_archive is not None:
         archive = known.lay_out_archive(specs, metadata, ties)
         inner = Layout(b"", archive.specs, archive.starts, archive.layout.size_bytes)
@@ -389,7 +383,7 @@ def plan_output(known: TensorFormat, path: str, file: TensorFile) -> Output:
 
 
 def _read_regions(file: TensorFile, layout: Layout) -> Iterator[Region]:
-    """Tensors whose bytes are taken as they are come in blocks, all others a slice at a time."""
+    """The bytes of the tensors: in blocks where they are copied unchanged, else slice by slice."""
     starts = {spec.name: start for spec, start in zip(layout.specs, layout.starts, strict=True)}
     stored = {spec.name: tensor_runs(file, spec.name) for spec in layout.specs}
 
@@ -407,7 +401,7 @@ def _read_regions(file: TensorFile, layout: Layout) -> Iterator[Region]:
 
 
 def _prefetch_items(items: Iterable[Any]) -> Iterator[Any]:
-    """`items`, the next of which is being made while one is in use: reading and writing overlap."""
+    """`items`, with the next one made in a thread while one is in use, so that reading and writing overlap."""
     feed, end = iter(items), object()
     with ThreadPoolExecutor(1, "ft_ckpt-read") as reader:
         coming = reader.submit(next, feed, end)
@@ -418,7 +412,7 @@ def _prefetch_items(items: Iterable[Any]) -> Iterator[Any]:
 
 def _archive_regions(archive: TorchArchive, chunks: Iterator[Region]) -> Iterator[Region]:
     def places() -> Iterator[tuple[int, int]]:
-        for region in chunks:  # which stays alive here until the next is asked for
+        for region in chunks:  # keeps the region's memory alive until the next one
             yield region.address, region.size_bytes
 
     at = 0
@@ -432,20 +426,20 @@ def _archive_regions(archive: TorchArchive, chunks: Iterator[Region]) -> Iterato
 def write_outputs(outputs: list[Output], store: Store, progress: bool) -> list[FileRecord]:
     """Write `outputs` into `store`, durably, with a bar if `progress` and on a terminal.
 
-    Raises CorruptError where they were made of damaged checkpoints; then the last one is not finished.
+    Raises CorruptError where their sources are damaged checkpoints, before the last file is finished.
     """
     total = sum(one.plan.layout.size_bytes for one in outputs)
 
     def regions_of(one: Output) -> Iterator[Region]:
         yield from track(one.regions())
-        if one is outputs[-1]:  # before a file is finished: in a bucket it takes its place then
+        if one is outputs[-1]:  # before the file is finished: in a bucket it becomes visible then
             prove_sources()
 
     with Writer() as writer, track_progress(total, "converting", progress) as track:
         return [write_file(one.plan, regions_of(one), store, writer) for one in outputs]
 
 
-_ROOM_BYTES = 16 << 20  # for companions, in the look at free space
+_ROOM_BYTES = 16 << 20  # reserved for sidecar files in the check of free space
 
 
 @dataclass(frozen=True)
@@ -458,7 +452,7 @@ class ConvertReport:
     tensors: int
     seconds: float
     casts: Mapping[str, int]  # "float32->bfloat16": number of tensors
-    skipped: tuple[str, ...]  # "name: what it is" of what is no tensor
+    skipped: tuple[str, ...]  # "name: type" of values that are no tensors
     notes: tuple[str, ...]
 
 
@@ -477,19 +471,20 @@ def convert(
 ) -> ConvertReport:
     """Write the tensors of `src` to `dst` in another format; either everything arrives, durably, or nothing changes.
 
-    `src` is a file (HDF5, safetensors, torch, Keras, flax, Lightning), a Hugging Face folder, a checkpoint of ours or a
-    folder of torch's distributed checkpoint, DeepSpeed, TensorFlow or orbax. `dst` is a file whose suffix names the
-    format, or a folder, which gets the companions of a source folder and a manifest. `format`: the name of one. `dtype`
-    casts floating-point tensors, `map` renames (old names to new ones, with * at the end of both for all that begin so,
-    or a file of these), `verify` compares the result bit for bit with the source, `max_shard_size` (bytes or "5GB")
-    splits the weights of a folder. `shards`, a file of lines "pattern shard", gives each tensor to a checkpoint of
-    TensorFlow by the first pattern that its name fits. At most a few slices are held, or one tensor where it is not
-    stored in row-major order. All of them may be URLs: what is written to a bucket is streamed there. A checkpoint that
-    is there cannot be replaced in one step: that is refused, or with `overwrite` it is deleted first. A checkpoint of
-    ours is held open: a save that replaces it meanwhile changes nothing, and none deletes it. It is compared with its
-    digests while it is read; nothing is written of a damaged one.
+    `src` is a file (HDF5, safetensors, torch, Keras, flax, Lightning), a Hugging Face folder, a checkpoint of ours or
+    a folder of torch's distributed checkpoint, DeepSpeed, TensorFlow or orbax. `dst` is a file whose suffix names the
+    format, or a folder, which gets the sidecar files of a source folder and a manifest. Both may be URLs.
+    `format`: name of the target format. `dtype`: cast floating-point tensors. `map`: rename tensors, a mapping of old
+    names to new ones or a file of it; * at the end of both names stands for any ending. `verify`: compare the result
+    bit for bit with the source. `max_shard_size` (bytes or "5GB"): split the weights of a folder. `shards`: a file of
+    lines "pattern shard" that assigns each tensor to a TensorFlow checkpoint by the first matching pattern.
 
-    Raises ConfigError, SelectionError for names and types that cannot be, LoadError or CorruptError for the source,
+    Memory holds a few slices, or one tensor if it is not stored in row-major order. Writes to a bucket are streamed. An
+    existing checkpoint in a bucket cannot be replaced in one step: it is refused, or with `overwrite` deleted first. A
+    source checkpoint of ours is held open, so a save that replaces it meanwhile changes nothing. It is compared with
+    its digests while it is read; nothing is committed from a damaged one.
+
+    Raises ConfigError, SelectionError for invalid names and types, LoadError or CorruptError for the source,
     TargetError or NoSpaceError for the target.
     """
     source = open_place(src)
@@ -507,9 +502,9 @@ def convert(
 
 
 def write_converted(opened: TensorFile, place: Place, options: ConvertOptions) -> ConvertReport:
-    """Write the tensors of `opened`, and the companions in the folder `place`, as `options` ask.
+    """Write the tensors of `opened` and the sidecar files in the folder `place` with these `options`.
 
-    Raises LoadError for a source that has other things than tensors only.
+    Raises LoadError for a source without tensors.
     """
     begun, skipped = time.monotonic(), getattr(opened, "skipped", ())
     if skipped and not opened.specs:
@@ -523,9 +518,9 @@ def write_converted(opened: TensorFile, place: Place, options: ConvertOptions) -
 
 
 def open_source(path: str | Path | Place, origin: Place | None = None) -> TensorFile:
-    """The tensors at `path`, whatever wrote them; bytes are copied, so a file that shrinks ends in an error.
+    """The tensors at `path` in any format; bytes are copied, so a file that shrinks raises an error.
 
-    `origin` is where they were found, when `path` is a place where they are held open.
+    `origin` is the original place, when `path` is one where the files are held open.
     """
     place = open_place(path)
     with damaged_input(place):
@@ -545,7 +540,7 @@ def _convert_to_file(opened: TensorFile, _source: Place, options: ConvertOptions
 
 
 def _staging_with_room(options: ConvertOptions, size_bytes: int) -> Staging:
-    """A staging for the target, where there is room for weights of `size_bytes` with what goes along."""
+    """A staging for the target; refused without space for weights of `size_bytes` and sidecar files."""
     store = options.target.folder
     _check_room(store, size_bytes + _ROOM_BYTES)
     if store.parent is None:
@@ -554,7 +549,7 @@ def _staging_with_room(options: ConvertOptions, size_bytes: int) -> Staging:
 
 
 def _check_room(store: Store, size_bytes: int) -> None:
-    """Refuse a folder on a disk that has no room, see `commit.check_target`; buckets have no end."""
+    """Refuse a folder on a disk without enough space, see `commit.check_target`; buckets are not limited."""
     if isinstance(store, LocalStore):
         commit.check_target(store.folder, size_bytes)
 
@@ -563,7 +558,7 @@ def _convert_by_library(
     opened: TensorFile, source: Place, options: ConvertOptions, library: FolderLibrary
 ) -> ConvertReport:
     file = TranslatedFile(opened, options.names, options.dtype)
-    whole = UntiedFile(file)  # these formats know no ties
+    whole = UntiedFile(file)  # these formats have no ties
     specs = list(whole.specs.values())
     library.check_types(specs)
     groups = assign_shards(specs, options.shards) if options.shards else {}
@@ -591,7 +586,7 @@ def _convert_by_library(
 
 @dataclass(frozen=True)
 class _ConvertedPart:
-    """One part of a folder and the files it becomes; `index` is the text of their index, None with one file."""
+    """One part of a folder with its output files; `index` is the text of their index, None with one file."""
 
     part: folder.FolderPart
     file: TranslatedFile
@@ -600,7 +595,6 @@ class _ConvertedPart:
     index: str | None
 
     def part_record(self, kind: str) -> PartRecord:
-        """The part in the manifest."""
         tensors = tuple(record for one in self.outputs for record in one.inner.records())
         groups: dict[str, list[str]] = {}
         for name, kept in self.file.ties.items():
@@ -665,7 +659,7 @@ def _plan_converted(part: folder.FolderPart, options: ConvertOptions) -> _Conver
 
 
 class _Shard:
-    """Some tensors of a file."""
+    """A file with some of its tensors."""
 
     def __init__(self, file: TranslatedFile, names: Sequence[str]) -> None:
         self.specs: Mapping[str, Spec] = {name: file.specs[name] for name in names}
@@ -683,7 +677,7 @@ def _copy_companions(source: Store, names: Sequence[str], store: Store, dtype: s
 
 
 def _set_dtype(store: Store, name: str, dtype: str) -> None:
-    """Write the weights' new type into a config: readers go by it."""
+    """Write the new dtype of the weights into a config, because readers use it."""
     try:
         found = json.loads(read_text(store, name))
     except ValueError:
@@ -694,7 +688,7 @@ def _set_dtype(store: Store, name: str, dtype: str) -> None:
 
 
 def _file_records(store: Store, written: Sequence[FileRecord]) -> tuple[FileRecord, ...]:
-    """All files of the stage; those not among `written` are read for their digests."""
+    """The records of all files in the stage; files not in `written` are read for their digests."""
     known = {record.path for record in written}
     others = (each.name for each in store.list() if each.name not in known and not is_mark(each.name))
     return (*written, *(read_record(store, name) for name in others))
@@ -707,7 +701,7 @@ def _converted_manifest(
     files: tuple[FileRecord, ...],
     options: ConvertOptions,
 ) -> Manifest:
-    """A checkpoint of ours keeps what its manifest says; anything else gets one."""
+    """The manifest of a source checkpoint with the new files, or a new manifest for other sources."""
     known = opened.manifest if isinstance(opened, folder.WeightsFolder) else None
     if known is not None:
         notes = (*known.notes, options.note)
@@ -723,7 +717,7 @@ def _converted_manifest(
 
 
 def _describe_part(part: PartRecord, source: Place) -> PartRecord:
-    """A part of a folder that is not ours, with what its configs say of it."""
+    """A part of a foreign folder, completed from its configs."""
     name = "adapter_config.json" if part.kind == "adapter" else "config.json"
     try:
         config: Any = json.loads(read_text(source.folder, name))

@@ -29,14 +29,14 @@ from ft_ckpt.model.entries import Entry, Group, MergeChoice, Part
 from ft_ckpt.model.selection import View, model_part
 
 _TORCH_FIELDS = frozenset(vars(nn.Module()))
-Owned = Callable[[nn.Module], Mapping[str, Tensor]]  # the tensors to be put in place of a module's own, by name
+Owned = Callable[[nn.Module], Mapping[str, Tensor]]  # replacements for the tensors of a module, by name
 
 
 def copy_layer(module: nn.Module, owned: Owned, made: dict[int, nn.Module] | None = None) -> nn.Module:
-    """A copy of `module` and of all modules that it refers to, in eval mode, with the tensors that `owned` gives.
+    """A copy of `module` and of all modules that it refers to, in eval mode, with the tensors that `owned` returns.
 
-    Tensors that it does not give are shared, on the host. `made` are the copies by id of the original: a module that is
-    met twice is copied once.
+    Other tensors are shared, on the host. `made`: the copies by id of the original, so that a module that occurs twice
+    is copied once.
     """
     made = {} if made is None else made
     module = unwrap(module)
@@ -47,7 +47,8 @@ def copy_layer(module: nn.Module, owned: Owned, made: dict[int, nn.Module] | Non
     made[id(module)] = twin
     given = owned(module)
     for name, value in vars(module).items():
-        if name not in _TORCH_FIELDS and name not in given and not _is_patched(module, name, value):
+        is_patched = is_engine_attribute(name, value) or getattr(value, "__self__", None) is module
+        if name not in _TORCH_FIELDS and name not in given and not is_patched:
             vars(twin)[name] = _copy_value(value, owned, made)
     for name, child in module._modules.items():
         twin._modules[name] = None if child is None else copy_layer(child, owned, made)
@@ -56,11 +57,6 @@ def copy_layer(module: nn.Module, owned: Owned, made: dict[int, nn.Module] | Non
     for name, buffer in module._buffers.items():
         twin._buffers[name] = given[name] if name in given else None if buffer is None else _on_host(buffer)
     return twin.eval()
-
-
-def _is_patched(module: nn.Module, name: str, value: Any) -> bool:
-    """Whether the attribute is a wrapper's, or a method put over the class's own."""
-    return is_engine_attribute(name, value) or getattr(value, "__self__", None) is module
 
 
 def _copy_value(value: Any, owned: Owned, made: dict[int, nn.Module]) -> Any:
@@ -79,7 +75,7 @@ def _copy_value(value: Any, owned: Owned, made: dict[int, nn.Module]) -> Any:
 
 def _as_parameter(tensor: Tensor | None) -> nn.Parameter | None:
     if tensor is None or (isinstance(tensor, nn.Parameter) and tensor.is_meta):
-        return tensor  # one that stands for another keeps its identity
+        return tensor  # a placeholder keeps its identity
     return nn.Parameter(_on_host(tensor), requires_grad=False)
 
 
@@ -89,7 +85,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type to compute in: at least float32 for floating-point numbers, others as they are."""
+    """The type to compute in: at least float32 for floating-point and complex numbers; other types are unchanged."""
     is_number = dtype.is_floating_point or dtype.is_complex
     return torch.promote_types(dtype, torch.float32) if is_number else dtype
 
@@ -103,22 +99,22 @@ class AdaptedLayer:
 
     path: str  # in the model with adapters
     base_path: str  # in the model without
-    twin: nn.Module  # a copy of it whose tensors are on the meta device
-    holders: Mapping[int, Tensor]  # these, by key
-    shares: Mapping[str, float | None]  # of the adapters that are merged into it; None: as PEFT merges them, in order
-    base: Mapping[str, Source]  # its own tensors, by name below `base_path`
-    sources: tuple[Source, ...]  # what merging needs, once each
+    twin: nn.Module  # a copy with its tensors on the meta device
+    holders: Mapping[int, Tensor]  # the tensors of `twin`, by key
+    shares: Mapping[str, float | None]  # weight by adapter to merge; None: PEFT merges them one after the other
+    base: Mapping[str, Source]  # the tensors of the base layer, by name below `base_path`
+    sources: tuple[Source, ...]  # all tensors that merging needs, once each
 
 
 def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> list[AdaptedLayer]:
     """The outermost layers of the model in `view` into which some of the adapters `names` are to be merged."""
     modules: dict[str, nn.Module] = {}
     for path, _, module in walk_modules(view.module):
-        modules[path] = unwrap(module)  # what is wrapped goes by the same path as what wraps it
+        modules[path] = unwrap(module)  # a wrapper and its module have the same path
     own: dict[int, dict[str, Source]] = {}
     for name, info in view.sources.items():
         path, _, last = name.rpartition(".")
-        if path in modules:  # what state dicts list beside has a place of its own
+        if path in modules:  # not so for entries that hooks add to state dicts
             own.setdefault(id(modules[path]), {})[last] = info
     base, found = dict(base_sources(view)), []
     weights = dict(zip(names, choice.weights, strict=True)) if choice.weights else {}
@@ -129,14 +125,14 @@ def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> lis
             used, start = _Holders(own, others), base_path(view, path)
             twin = copy_layer(modules[path], used.of_module)
             here = {n.removeprefix(f"{start}."): info for n, info in base.items() if n.startswith(f"{start}.")}
-            if isinstance(twin, ModulesToSaveWrapper) and not weights:  # what is replaced need not be there
+            if isinstance(twin, ModulesToSaveWrapper) and not weights:  # the replaced tensors are not needed
                 used.drop(here.values())
             found.append(AdaptedLayer(path, start, twin, used.made, shares, here, tuple(used.sources.values())))
     return found
 
 
 class _Holders:
-    """Gives the modules of a layer tensors on the meta device, and notes which ones it needs."""
+    """Replaces the tensors of a layer's modules by ones on the meta device, and records which tensors it needs."""
 
     def __init__(self, own: Mapping[int, Mapping[str, Source]], others: set[str]) -> None:
         self.own, self.others = own, others  # by id of the module; names of adapters that are left out
@@ -144,7 +140,7 @@ class _Holders:
         self.sources: dict[int, Source] = {}
 
     def of_module(self, module: nn.Module) -> dict[str, Tensor]:
-        """What stands for the tensors of a module, by name."""
+        """The placeholders for the tensors of a module, by name."""
         found = self.own.get(id(module), {})
         for info in found.values():
             if self.others.isdisjoint(info.name.split(".")):
@@ -152,7 +148,7 @@ class _Holders:
         return {name: self.made.setdefault(info.key, _holder_for(info)) for name, info in found.items()}
 
     def drop(self, infos: Any) -> None:
-        """These are not needed."""
+        """Mark these tensors as not needed."""
         for info in infos:
             self.sources.pop(info.key, None)
 
@@ -171,7 +167,7 @@ def _outermost_layers(modules: Mapping[str, nn.Module]) -> Iterator[str]:
 
 
 def _nested_layers(layer: Any) -> list[Any]:
-    """A layer of PEFT's and those directly below it, as one layer may have several methods on it."""
+    """A PEFT layer and the PEFT layers nested in it: one base layer may have several methods on it."""
     chain = [layer]
     while isinstance(inner := getattr(chain[-1], "base_layer", None), BaseTunerLayer):
         chain.append(inner)
@@ -179,7 +175,7 @@ def _nested_layers(layer: Any) -> list[Any]:
 
 
 def _adapters_on(layer: Any, names: Sequence[str] | None) -> list[str]:
-    """Those of `names` that are on the layer; with None those that are active there."""
+    """The adapters in `names` that are on the layer; with None the active ones."""
     found: dict[str, None] = {}
     for one in _nested_layers(layer):
         there = one._get_available_adapters()
@@ -200,7 +196,7 @@ def refuse_quantised(base: Any) -> None:
 
 
 def refuse_unmergeable(view: View, names: Sequence[str], layers: Sequence[AdaptedLayer]) -> None:
-    """Raise SelectionError naming everything that keeps the adapters `names` from being merged."""
+    """Raise SelectionError naming every reason why the adapters `names` cannot be merged."""
     problems = [f"adapter {name}: {why}" for name in names if (why := _why_not(view.module.peft_config[name]))]
     problems += [f"{layer.path}: {why}" for layer in layers if (why := _why_layer_not(layer))]
     problems = problems or _unused_tensors(view, names, layers)
@@ -231,37 +227,33 @@ def _why_layer_not(layer: AdaptedLayer) -> str | None:
         return f"trained by several adapters ({names}), of which one alone can replace it; give each a weight"
     try:
         made = merge_layer(layer, {})
-    except Exception as error:  # noqa: BLE001 - whatever PEFT raises is its answer
-        return f"{type(error).__name__}: {error}" if _is_refusal(error) else None
+    except Exception as error:  # noqa: BLE001 - a refusal by PEFT, or an error of torch on the meta device
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        is_refusal = last.filename.startswith(_PEFT) and str(last.line).startswith("raise")
+        return f"{type(error).__name__}: {error}" if is_refusal else None
     shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
     wrong = [f"{n} is {shapes.get(n)}, not {one.shape}" for n, one in layer.base.items() if shapes.get(n) != one.shape]
     return f"once merged, {listing(wrong, ', ')}" if wrong else None
 
 
-def _is_refusal(error: Exception) -> bool:
-    """Whether PEFT raised it, not torch for want of data."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return last.filename.startswith(_PEFT) and str(last.line).startswith("raise")
-
-
 def _unused_tensors(view: View, names: Sequence[str], layers: Sequence[AdaptedLayer]) -> list[str]:
-    """Tensors of the adapters `names` that no layer takes in."""
+    """Tensors of the adapters `names` that no layer uses."""
     used = {source.key for layer in layers for source in layer.sources}
     used |= {info.key for layer in layers for info in layer.base.values()}
     used |= {info.key for _, info in base_sources(view)}
     others = set(view.module.peft_config) - set(names)
     own = [name for name in view.sources if others.isdisjoint(name.split("."))]
-    return [f"{name}: no layer takes it in" for name in own if view.sources[name].key not in used]
+    return [f"{name}: used by no layer" for name in own if view.sources[name].key not in used]
 
 
 # Merging
 
 
 def merge_layer(layer: AdaptedLayer, tensors: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the plain layer, by name below it, at least float32. What is given, by key, may be overwritten.
+    """The tensors of the plain layer, by name below it, at least float32. The given `tensors`, by key, may be modified.
 
-    What is not given is on the meta device. With weights, each adapter is merged by itself, and the differences from
-    the base are added up.
+    Missing ones are on the meta device. With weights, each adapter is merged by itself, and the differences from the
+    base are added up.
     """
     wide = {key: tensor.to(wide_dtype(tensor.dtype)) for key, tensor in tensors.items()}
     if None in layer.shares.values():
@@ -284,15 +276,15 @@ def _merge_copy(layer: AdaptedLayer, tensors: Mapping[int, Tensor], adapters: li
         return {name: filled[id(holder)] for name, holder in own.items() if id(holder) in filled}
 
     with torch.no_grad():
-        merged = _told_to_merge(copy_layer(layer.twin, fill), adapters)
+        merged = _merge_by_peft(copy_layer(layer.twin, fill), adapters)
     return {
         **dict(merged.named_parameters(remove_duplicate=False)),
         **dict(merged.named_buffers(remove_duplicate=False)),
     }
 
 
-def _told_to_merge(twin: Any, adapters: list[str]) -> nn.Module:
-    """The plain layer, once PEFT has merged `adapters` into it."""
+def _merge_by_peft(twin: Any, adapters: list[str]) -> nn.Module:
+    """The plain layer after PEFT has merged `adapters` into it."""
     if isinstance(twin, ModulesToSaveWrapper):
         twin._active_adapter = adapters[0]
     if hasattr(twin, "unload_and_optionally_merge_module"):
@@ -306,16 +298,16 @@ def _told_to_merge(twin: Any, adapters: list[str]) -> nn.Module:
     return plain
 
 
-_new_keys = count(1 << 40)  # of tensors that are yet to be computed: above those of all inventories
+_new_keys = count(1 << 40)  # of computed tensors: above the keys of all live tensors
 
 
 @dataclass(frozen=True, eq=False)
 class _BasePlan:
-    """The base as it will be, and how its tensors come about that are not there yet, by their new keys."""
+    """The merged base, and the origin of each tensor that has a new key."""
 
     view: View
-    made: dict[int, tuple[AdaptedLayer, str]] = field(default_factory=dict)  # the layer, and the tensor's name in it
-    moved: dict[int, Source] = field(default_factory=dict)  # the tensor that it is
+    made: dict[int, tuple[AdaptedLayer, str]] = field(default_factory=dict)  # (layer, tensor name in it), if merged
+    moved: dict[int, Source] = field(default_factory=dict)  # the live tensor, if it was tied to a merged one
     notes: tuple[str, ...] = ()
 
 
@@ -356,7 +348,7 @@ def _chosen_adapters(view: View, choice: MergeChoice) -> list[str]:
 
 
 def _plan_base(base: View, layers: Sequence[AdaptedLayer]) -> _BasePlan:
-    """The base with new keys for tensors that are to be computed, and for those that were tied to them."""
+    """The base with new keys for the merged tensors and for tensors tied to them."""
     places = {f"{layer.base_path}.{name}": (layer, name) for layer in layers for name in layer.base}
     plan, sources, split = _BasePlan(base), dict(base.sources), []
     tied: dict[int, list[str]] = {}
@@ -379,7 +371,7 @@ def _plan_base(base: View, layers: Sequence[AdaptedLayer]) -> _BasePlan:
 
 
 def _kind_of_merge(place: tuple[AdaptedLayer, str] | None) -> Any:
-    """Equal for tensors that merging leaves equal, if they were; None where nothing says so."""
+    """A value that is equal for tied tensors which stay equal when merged; None if that is not known."""
     if place is None or not isinstance(place[0].twin, (AuxiliaryTrainingWrapper, TrainableTokensLayer)):
         return place and (id(place[0]), place[1])
     layer, name = place
@@ -387,7 +379,7 @@ def _kind_of_merge(place: tuple[AdaptedLayer, str] | None) -> Any:
 
 
 def _untied_model(module: Any) -> Any:
-    """The model with a config that ties no embeddings; the live one keeps its own."""
+    """The model with a config that ties no embeddings; the live model keeps its config."""
     untied: Any = object.__new__(user_class(type(module)))
     untied.__dict__ = {**vars(module), "config": copy.deepcopy(module.config)}
     for config in _all_configs(untied.config):
@@ -404,7 +396,7 @@ def _all_configs(config: Any) -> Iterator[Any]:
 
 
 def _merged_entries(entries: Sequence[Entry], plan: _BasePlan) -> tuple[Entry, ...]:
-    """The entries, those of computed tensors with the groups that compute them."""
+    """The entries; those of merged tensors have the groups that compute them."""
     units: dict[Any, list[Entry]] = {}
     for entry in entries:
         if (unit := _unit_of(entry, plan)) is not None:
@@ -414,7 +406,7 @@ def _merged_entries(entries: Sequence[Entry], plan: _BasePlan) -> tuple[Entry, .
 
 
 def _unit_of(entry: Entry, plan: _BasePlan) -> Any:
-    """What computes the entry: a conversion, a layer, or nothing."""
+    """The conversion or layer that computes the entry; None for a stored tensor."""
     if entry.group is not None:
         is_touched = any(source.key in plan.made or source.key in plan.moved for source in entry.group.sources)
         return entry.group if is_touched else None
@@ -430,7 +422,7 @@ def _with_group(entry: Entry, plan: _BasePlan, group: Group | None) -> Entry:
 
 
 def _merging_group(entries: Sequence[Entry], plan: _BasePlan) -> Group:
-    """The group of `entries` that come from one conversion, or from one layer, with merging put before it."""
+    """The group for `entries` of one conversion or layer, with merging before the conversion."""
     inner, dtypes = entries[0].group, {entry.name: entry.dtype for entry in entries}
     wanted = [source for source in (inner.sources if inner else (e.source for e in entries)) if source is not None]
     layers = {id(made[0]): made[0] for source in wanted if (made := plan.made.get(source.key)) is not None}
@@ -459,15 +451,15 @@ def _merging_group(entries: Sequence[Entry], plan: _BasePlan) -> Group:
 
 
 def _rounded(name: str, merged: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in the type that is stored. Raises IncompleteError for NaN and infinity."""
+    """The tensor in the stored type. Raises IncompleteError for NaN and infinity."""
     rounded = merged.detach().to(dtype).contiguous()
     if rounded.device.type == "meta":
-        raise IncompleteError(f"{name}: merging needs a tensor that is not there; nothing is committed")
-    # No NaN and no infinity leaves a sum finite, which takes a tenth of a look; float16 may overflow as it is rounded.
+        raise IncompleteError(f"{name}: merging needs a tensor that is missing; nothing is committed")
+    # NaN and infinity show in the sum, at a tenth of the cost of a full check; float16 may overflow in rounding.
     probe = rounded if dtype == torch.float16 else merged.detach().sum()
     if not bool(torch.isfinite(probe).all()) and not bool(torch.isfinite(rounded).all()):
         raise IncompleteError(
-            f"{name}: merging gives NaN, infinity or what {dtype} cannot hold; nothing is committed. Is the adapter "
-            "sound?"
+            f"{name}: merging gives NaN, infinity or values beyond {dtype}; nothing is committed. Is the adapter "
+            "damaged?"
         )
     return rounded

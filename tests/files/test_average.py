@@ -293,7 +293,7 @@ def test_a_run_without_checkpoints_says_so(three, tmp_path, made):
 
 @pytest.mark.parametrize("text", ["1,two", "", "1,,2", "1;2"])
 def test_weights_that_are_no_numbers(text):
-    with pytest.raises(ConfigError, match="expected numbers with commas between them, as in '1,2,1'"):
+    with pytest.raises(ConfigError, match="expected numbers separated by commas, as in '1,2,1'"):
         parse_weights(text)
     assert (parse_weights(None), parse_weights("1,2.5")) == (None, [1.0, 2.5])
 
