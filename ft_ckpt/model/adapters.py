@@ -1,8 +1,8 @@
 """The tensors of an adapter: those that PEFT loads, other trained parameters, added embedding rows.
 
-PEFT's own selection decides the names, method by method. It is given stand-ins instead of tensors, under the names it
-finds by walking the module tree (wrapper parts included), so nothing has to be gathered to ask it. What it would
-leave out although it was trained or resized is added.
+PEFT selects the names, method by method. It gets placeholders instead of tensors, under their names in the module tree
+(wrapper steps included), so nothing is gathered for it. Tensors that were trained or resized and that it leaves out are
+added.
 """
 
 import copy
@@ -24,7 +24,7 @@ from ft_ckpt.storage.place import open_place
 
 
 def resized_embeddings(part: View, model: Any) -> set[str]:
-    """Names of the embedding weights, when their number of rows is not the base model's; `model` is below PEFT's."""
+    """Names of embedding weights with another number of rows than the base has; `model` is the one below PEFT's."""
     module: Any = part.module
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "config"):
         return set()
@@ -37,7 +37,7 @@ def resized_embeddings(part: View, model: Any) -> set[str]:
 
 
 def embedding_of(model: Any, ask: str = "get_input_embeddings") -> Any:
-    """The model's own layer, inside PEFT's, too; None when it has none or several, or its class does not say."""
+    """The embedding layer of the base, also inside a PEFT layer; None if there is not exactly one."""
     try:
         layer = getattr(model, ask)()
     except (AttributeError, NotImplementedError):
@@ -48,10 +48,9 @@ def embedding_of(model: Any, ask: str = "get_input_embeddings") -> Any:
 
 
 def _rows_of_base(module: Any, model: Any) -> int | None:
-    """Vocabulary of the base as it was loaded: from its config on this disk, else from the layers inside the model.
+    """Vocabulary size of the base as it was loaded: from its config on this disk, else from the layers of the model.
 
-    `resize_token_embeddings` sets the vocabulary of the config and of the outermost module only; the decoder inside
-    still knows the number it was made with.
+    `resize_token_embeddings` changes the config and the outermost module only; the decoder inside keeps the old size.
     """
     for config in module.peft_config.values():
         place = getattr(config, "base_model_name_or_path", None)
@@ -68,16 +67,16 @@ def _configured_rows(place: str, model: Any) -> int | None:
         on_disk = open_place(place).is_folder
         config = AutoConfig.from_pretrained(place, local_files_only=not on_disk, trust_remote_code=False)
     except (OSError, ValueError):
-        return None  # not on this machine: the other evidence decides
+        return None  # not on this machine
     rows = getattr(config.get_text_config(), "vocab_size", None)
     return rows if isinstance(rows, int) and type(config) is type(model.config) else None
 
 
 T = TypeVar("T")
 ADAPTER_FILE = "adapter_model"
-PREFIX = "base_model.model."  # what PEFT puts before the names of the model an adapter is injected into
-TO_BASE = ("base_layer", "original_module")  # the child of a PEFT layer that is the model's own
-BASE_STEPS = (*TO_BASE, "token_adapter")  # children of PEFT's layers on the way to the model's own
+PREFIX = "base_model.model."  # PEFT's prefix of names in the base model
+TO_BASE = ("base_layer", "original_module")  # the child of a PEFT layer that is the base layer
+BASE_STEPS = (*TO_BASE, "token_adapter")  # children of PEFT layers on the path to the base layer
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -110,7 +109,7 @@ def adapter_parts(part: View, name: str, path: str, dtype: str, in_folders: bool
     added_sources = {id(entry.source) for entry in extra}
     frozen = {n: s for n, s in base_sources(part) if not s.trainable and id(s) not in added_sources}
     owned = {id(source) for _, source in base_sources(part)}
-    anew = tuple(s for s in part.sources.values() if id(s) not in owned and not s.trainable)  # as PEFT says
+    passed = tuple(s for s in part.sources.values() if id(s) not in owned and not s.trainable)  # PEFT omits them
     active = active_adapters(part.module)
     parts = []
     for adapter, entries in chosen.items():
@@ -119,7 +118,7 @@ def adapter_parts(part: View, name: str, path: str, dtype: str, in_folders: bool
         made = cast_entries([*entries, *added], part.module, dtype)
         label = "/".join(filter(None, (name, "" if adapter == "default" and not in_folders else adapter)))
         where = Part(label, folder, "adapter", part.module, made, file=ADAPTER_FILE, base=frozen, notes=notes)
-        parts.append(replace(where, adapter=adapter, active=adapter in active, beside=in_folders, passed=anew))
+        parts.append(replace(where, adapter=adapter, active=adapter in active, beside=in_folders, passed=passed))
     empty = [p.adapter for p in parts if not p.entries]
     if empty:
         raise IncompleteError(f"adapter {empty[0]!r}: PEFT selects no tensors for it; nothing is written")
@@ -129,16 +128,16 @@ def adapter_parts(part: View, name: str, path: str, dtype: str, in_folders: bool
 def active_adapters(module: Any) -> list[str]:
     """Names of the adapters in use, for a PeftModel and for injected adapters alike."""
     active = getattr(module, "active_adapters", None)
-    if callable(active):  # a method where transformers injected them, which raises where PEFT alone did
+    if callable(active):  # a method of transformers, which raises if PEFT injected the adapters
         active = active() if getattr(module, "_hf_peft_config_loaded", True) else None
-    if not active:  # injected by PEFT alone: only the layers know
+    if not active:  # injected by PEFT: only the layers have the names
         layers = (getattr(inner, "active_adapters", None) for inner in module.modules() if hasattr(inner, "base_layer"))
         active = next((names for names in layers if names and not callable(names)), ())
     return [active] if isinstance(active, str) else list(active)
 
 
 def base_view(part: View) -> View:
-    """The model below the adapters, under the names it had before they came."""
+    """The model below the adapters, with the names it had before they were added."""
     return View(_model_below(part.module), dict(base_sources(part)), dict(_of_base(part, part.extra)))
 
 
@@ -147,12 +146,12 @@ def _model_below(module: Any) -> Any:
 
 
 def base_sources(part: View) -> Iterable[tuple[str, Source]]:
-    """(name in the base model, source) of every tensor that is the base model's own."""
+    """(name in the base model, source) of every tensor of the base model."""
     return _of_base(part, part.sources)
 
 
 def _of_base(part: View, named: Mapping[str, T]) -> Iterable[tuple[str, T]]:
-    """The entries of `named` that are the base model's own, by their names there."""
+    """The entries of `named` that belong to the base model, by their names there."""
     wrapped, root = _wrapped_layers(part.module), _root_steps(part.module)
     for name, value in named.items():
         steps = name.split(".")
@@ -164,7 +163,7 @@ def _of_base(part: View, named: Mapping[str, T]) -> Iterable[tuple[str, T]]:
 
 
 def base_path(part: View, path: str) -> str:
-    """The path, in the base model, of the module at `path` that is below no layer of PEFT's."""
+    """The path, in the base model, of the module at `path`, which is not inside a PEFT layer."""
     return ".".join(path.split(".")[len(_root_steps(part.module)) :])
 
 
@@ -176,7 +175,7 @@ def _root_steps(module: Any) -> list[str]:
 
 
 def _wrapped_layers(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The paths of PEFT's layers, each with the names of the children that lead to the model's own tensors."""
+    """The paths of PEFT layers, each with the names of the children that lead to tensors of the base."""
     from peft.tuners.adaption_prompt.layer import AdaptedAttention, AdaptedAttentionGPT
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -190,7 +189,7 @@ def _wrapped_layers(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _base_steps(steps: list[str], wrapped: Mapping[str, tuple[str, ...]]) -> list[str] | None:
-    """The path without PEFT's layers, or None when it belongs to an adapter."""
+    """The path without PEFT layers, or None when it belongs to an adapter."""
     kept, path = [], ""
     for step in steps:
         if path in wrapped:
@@ -203,7 +202,7 @@ def _base_steps(steps: list[str], wrapped: Mapping[str, tuple[str, ...]]) -> lis
 
 
 def _refuse_extra(part: View) -> None:
-    """Refuse state that is no tensor: files of adapters are PEFT's, which have no place for it."""
+    """Refuse non-tensor state of an adapter, because PEFT's file has no place for it."""
     own = sorted(part.extra.keys() - {name for _, name in _of_base(part, {name: name for name in part.extra})})
     if own:
         raise SelectionError(
@@ -246,7 +245,7 @@ def _adapter_entries(part: View, adapter: str) -> list[Entry]:
 def _sources_for(part: View, adapter: str) -> list[Source]:
     """The tensors of the model without those of its other adapters.
 
-    PEFT tells these by their adapter's name at any place: of an adapter called "0", all of layer 0 would be.
+    PEFT matches an adapter's name at any step of a path: for an adapter called "0" it would select all of layer 0.
     """
     others, root = set(part.module.peft_config) - {adapter}, _root_steps(part.module)
     wrapped = _wrapped_layers(part.module) if others else {}
@@ -255,7 +254,7 @@ def _sources_for(part: View, adapter: str) -> list[Source]:
 
 
 def _adapter_of(steps: list[str], wrapped: Mapping[str, tuple[str, ...]], root: list[str]) -> str | None:
-    """The step that names the adapter, after what it trains in a layer, or last in what all layers share."""
+    """The adapter's name in a path: after the child of a PEFT layer, or last outside of the base."""
     path = ""
     for index, step in enumerate(steps):
         if step not in wrapped.get(path, (step,)):
@@ -265,7 +264,7 @@ def _adapter_of(steps: list[str], wrapped: Mapping[str, tuple[str, ...]], root: 
 
 
 def _name_cleaner(part: View) -> Callable[[str], str]:
-    """A function that removes the steps of wrappers from a name that PEFT made of a raw one."""
+    """A function that removes the steps of wrappers from a name that PEFT made from a raw one."""
     steps = wrapper_steps((name, source.raw_name) for name, source in part.sources.items())
     return lambda name: ".".join(step for step in name.split(".") if step not in steps)
 
@@ -273,7 +272,7 @@ def _name_cleaner(part: View) -> Callable[[str], str]:
 def _peft_names(module: Any, state_dict: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
-    # PEFT's "auto" would ask the Hub for the base's vocabulary, and looks at bare names only: decided in _left_out.
+    # PEFT's "auto" would ask the Hub for the vocabulary of the base; `_entries_left_out` decides instead.
     try:
         result: dict[str, Tensor] = get_peft_model_state_dict(
             _with_one_adapter(module, adapter),
@@ -290,7 +289,7 @@ def _peft_names(module: Any, state_dict: Mapping[str, Tensor], adapter: str) -> 
 
 
 def _with_one_adapter(module: Any, adapter: str) -> Any:
-    """The module as one that has this adapter alone, with a config of its own, which PEFT writes into."""
+    """A shallow copy of the module with this adapter alone, and a copy of its config, which PEFT modifies."""
     owner = twin = _twin_of(module)
     tuner = module._modules.get("base_model")
     if tuner is not None and getattr(tuner, "peft_config", None):
@@ -301,14 +300,14 @@ def _with_one_adapter(module: Any, adapter: str) -> Any:
 
 
 def _twin_of(module: nn.Module) -> Any:
-    """A shallow copy; of the user's class, since FSDP2's makes no object without its arguments."""
+    """A shallow copy, of the user's class because FSDP2's cannot be instantiated without arguments."""
     twin: Any = object.__new__(user_class(type(module)))
     vars(twin).update(vars(module))
     return twin
 
 
 def _computed_group(part: View, adapter: str, made: Mapping[str, Tensor]) -> Group | None:
-    """The group for tensors that PEFT computes from others when it saves: pruned ranks, top-k indices."""
+    """The group for tensors that PEFT computes when it saves: pruned ranks, top-k indices."""
     if not made:
         return None
     base = {id(source) for _, source in base_sources(part)}
@@ -368,7 +367,7 @@ def _rebuild_module(module: nn.Module, full: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _entries_left_out(part: View, chosen: Mapping[str, list[Entry]]) -> tuple[list[Entry], tuple[str, ...]]:
-    """Base tensors that the adapter cannot do without: trained ones, and embeddings whose rows were added."""
+    """Base tensors that the adapter needs: trained ones, and resized embeddings."""
     taken = {entry.source.key for entries in chosen.values() for entry in entries if entry.source is not None}
     taken |= {s.key for entries in chosen.values() for e in entries if e.group for s in e.group.sources}
     resized = resized_embeddings(part, _model_below(part.module))
@@ -388,14 +387,14 @@ def _entries_left_out(part: View, chosen: Mapping[str, list[Entry]]) -> tuple[li
 
 
 def missing_trainable(part: View, parts: Iterable[Part]) -> list[str]:
-    """Trainable tensors that none of `parts` stores: must be empty before an adapter checkpoint is committed."""
+    """Trainable tensors that none of `parts` stores."""
     stored = {entry.source.key for p in parts for entry in p.entries if entry.source is not None}
     stored |= {s.key for p in parts for entry in p.entries if entry.group for s in entry.group.sources}
     return [name for name, source in part.sources.items() if source.trainable and source.key not in stored]
 
 
 def check_complete(part: View, parts: list[Part]) -> None:
-    """Raise IncompleteError naming every trained tensor of the model that no adapter part would keep."""
+    """Raise IncompleteError naming every trained tensor of the model that no adapter part stores."""
     missing = missing_trainable(part, parts)
     if missing:
         raise IncompleteError(

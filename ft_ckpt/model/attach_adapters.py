@@ -1,4 +1,4 @@
-"""Puts stored adapters onto their base: the right base, all their tensors, the active one active."""
+"""Attaches stored adapters to their base: checks the base, fills all tensors, activates the active adapter."""
 
 import json
 import re
@@ -34,12 +34,12 @@ _CONFIG = "adapter_config.json"
 
 
 def base_of(record: PartRecord, given: Any, trust_remote_code: bool, *, verify: bool) -> nn.Module:
-    """The base model for an adapter: `given` as module, folder or id, else the one it was trained on.
+    """The base model for an adapter: `given` as module, folder or id, else the recorded one.
 
-    Code that lies with the base is run only with `trust_remote_code`; nobody is asked. A base in a checkpoint of ours
-    is compared with its manifest, all its digests with `verify`.
+    Code beside the base runs only with `trust_remote_code`, without a prompt. A base in a checkpoint of ours is
+    compared with its manifest, all its digests with `verify`.
 
-    Raises LoadError when there is neither, or when it cannot be had; CorruptError when its files are damaged.
+    Raises LoadError when no base is known or it cannot be loaded; CorruptError when its files are damaged.
     """
     if isinstance(given, nn.Module):
         return given
@@ -62,7 +62,7 @@ def base_of(record: PartRecord, given: Any, trust_remote_code: bool, *, verify: 
 
 
 def _refuse_damaged_base(place: Any, verify: bool) -> None:
-    """Raise CorruptError for files of a checkpoint of ours that are not what its manifest says."""
+    """Raise CorruptError if `place` is a checkpoint of ours whose files differ from its manifest."""
     around = checkpoint_around(open_place(place)) if open_place(place).is_folder else None
     if around is None:
         return
@@ -74,13 +74,13 @@ def _refuse_damaged_base(place: Any, verify: bool) -> None:
 def attach_adapters(
     model: nn.Module, held: OpenCheckpoint, records: Sequence[PartRecord], *, check_base: bool, beside: bool = False
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """Put the adapters in `records` onto `model`, which may be a base or already carry adapters of these names.
+    """Attach the adapters in `records` to `model`, which may be a base or already carry adapters of these names.
 
-    `beside`: the base is of the same checkpoint, with the changes that initialising its adapters made to it. A base
-    that is changed now is compared with the recorded one afterwards.
+    `beside`: the base is in the same checkpoint and contains the changes that initialising its adapters made. Otherwise
+    a base that the initialisation changes is compared with the recorded one afterwards.
 
     Returns the model and notes for the report. Raises BaseMismatchError when sampled weights show another base,
-    LoadError naming the tensors and settings that do not fit, or the adapters whose base cannot be made again.
+    LoadError naming the tensors and settings that do not fit, or the adapters whose base cannot be recreated.
     """
     configs = {str(record.adapter): _adapter_config(held, record, beside) for record in records}
     if not beside:
@@ -99,7 +99,7 @@ def attach_adapters(
         places = _find_places(View(peft_model, ModelTensors(peft_model).sources()), held, records)
         for record in records:
             _fill_adapter(peft_model, held, record)
-            _copy_brought(held, record, places[str(record.adapter)])
+            _copy_exactly(held, record, places[str(record.adapter)])
     _activate_adapters(peft_model, records)
     return peft_model.eval(), notes
 
@@ -114,7 +114,7 @@ def _refuse_changed_base(held: OpenCheckpoint, records: Sequence[PartRecord], co
         )
     others = [part for part in held.manifest.parts if part.kind == "adapter"]
     if len(others) == 1 or all(record.base and record.base.fingerprint for record in records):
-        return  # the base is compared with the one that they were trained on
+        return  # the base is compared with the recorded one
     all_configs = {str(part.adapter): _adapter_config(held, part, beside=False) for part in others}
     if changing := [name for name, config in all_configs.items() if not keeps_base(config)]:
         raise LoadError(
@@ -125,12 +125,12 @@ def _refuse_changed_base(held: OpenCheckpoint, records: Sequence[PartRecord], co
 
 
 def _adapter_config(held: OpenCheckpoint, record: PartRecord, beside: bool) -> Any:
-    """An adapter's config; on a base that was saved `beside` it, which it must not change once more."""
+    """An adapter's config; for a base that was saved `beside` it, one that does not change the base again."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     with _explain_peft(held, [record]), companions_here(held, record, lambda name: name == _CONFIG) as folder:
         settings = adapter_settings(Place(held.store, record.path).folder)
-        # The method's own class: PeftConfig would leave out its checks of what older versions wrote.
+        # The class of the method: PeftConfig would skip its handling of older versions.
         config: Any = PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]].from_pretrained(str(folder))
     config.inference_mode = True
     if beside and not keeps_base(config):
@@ -139,7 +139,7 @@ def _adapter_config(held: OpenCheckpoint, record: PartRecord, beside: bool) -> A
 
 
 def _make_adapter(model: Any, name: str, config: Any) -> Any:
-    """The PeftModel with an adapter of that name, whose tensors are yet to be filled."""
+    """The PeftModel with an adapter of that name, whose tensors are filled later."""
     from peft import PeftModel
     from peft.auto import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
 
@@ -164,22 +164,22 @@ def _fill_adapter(model: Any, held: OpenCheckpoint, record: PartRecord) -> None:
 
 @contextmanager
 def _explain_peft(held: OpenCheckpoint, records: Sequence[PartRecord]) -> Iterator[None]:
-    """Raise LoadError for errors of PEFT, which the config and the tensors of an adapter cause."""
+    """Raise LoadError for errors of PEFT, which are caused by the config and the tensors of an adapter."""
     try:
         yield
     except (CheckpointError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         files = [beside_weights(record, _CONFIG) for record in records]
-        odd = [f"{file}: {what}" for file in files for what in _odd_settings(held.store, file)]
+        invalid = [f"{file}: {problem}" for file in files for problem in _invalid_settings(held.store, file)]
         raise LoadError(
-            f"{listing(odd or files)}: PEFT cannot make the adapter in {held.store.url} ({shown(error)}); use another "
-            "copy, or the version of PEFT that wrote it"
+            f"{listing(invalid or files)}: PEFT cannot make the adapter in {held.store.url} ({shown(error)}); use "
+            "another copy, or the version of PEFT that wrote it"
         ) from error
 
 
-def _odd_settings(store: Store, file: str) -> list[str]:
-    """Settings in the adapter config `file` that are not of the type that PEFT declares, or no pattern."""
+def _invalid_settings(store: Store, file: str) -> list[str]:
+    """Settings in the adapter config `file` with another type than PEFT declares, or an invalid pattern."""
     import peft
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -190,13 +190,13 @@ def _odd_settings(store: Store, file: str) -> list[str]:
     if (method := settings.get("peft_type")) not in list(kinds):
         return [f"peft_type: {reprlib.repr(method)}, expected a method of PEFT {peft.__version__}"]
     hints = get_type_hints(kinds[method])
-    odd = [
+    mistyped = [
         f"{name}: {reprlib.repr(value)}, expected {str(hints[name]).replace('typing.', '')}"
         for name, value in settings.items()
         if name in hints and not _is_of_type(value, hints[name])
     ]
     patterns = {name: [value] if isinstance(value, str) else value for name, value in settings.items()}
-    return odd + [
+    return mistyped + [
         f"{name}: {reprlib.repr(text)} is no regular expression"
         for name, texts in patterns.items()
         if isinstance(texts, (list, dict))
@@ -214,7 +214,7 @@ def _is_pattern(text: str) -> bool:
 
 
 def _is_of_type(value: Any, hint: Any) -> bool:
-    """Whether a value of JSON is of an annotated type; where nothing can be said, it is."""
+    """Whether a JSON value is of an annotated type; True for annotations that are not understood."""
     kind, inside = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
         return any(_is_of_type(value, one) for one in inside)
@@ -237,13 +237,13 @@ def _base_class(place: str, asked: Mapping[str, Any]) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(place, **asked)
     except (OSError, ValueError):
-        return transformers.AutoModel  # its own error will say what is wrong with the place
+        return transformers.AutoModel  # its error names the problem
     names = getattr(config, "architectures", None) or ()
     return next((cls for name in names if (cls := model_class(str(name)))), transformers.AutoModel)
 
 
 def _prepare_base(model: Any, held: OpenCheckpoint, records: Sequence[PartRecord], check: bool) -> tuple[str, ...]:
-    """Compare the base with the one trained on, then give it the rows that were added for the adapter."""
+    """Compare the base with the recorded one, then add the embedding rows that the adapter was trained with."""
     if is_peft_model(model):
         return ()
     if check:
@@ -258,31 +258,30 @@ def _prepare_base(model: Any, held: OpenCheckpoint, records: Sequence[PartRecord
 
 
 def _stored_rows(model: Any, records: Sequence[PartRecord]) -> int | None:
-    """Number of rows of the input embeddings that the adapters store, None if they store none."""
+    """The number of input embedding rows that the adapters store; None if they store no embeddings."""
     layer = embedding_of(model)
     if layer is None:
         return None
     name = next((name for name, inner in model.named_modules() if inner is layer), None)
     wanted = f"{PREFIX}{name}.weight"
     tensors = (tensor for record in records for tensor in record.tensors if tensor.shape)
-    return next((tensor.shape[0] for tensor in tensors if _name_in_base(tensor.name) == wanted), None)
-
-
-def _name_in_base(name: str) -> str:
-    return ".".join(step for step in name.split(".") if step not in BASE_STEPS)
+    for tensor in tensors:
+        if ".".join(step for step in tensor.name.split(".") if step not in BASE_STEPS) == wanted:
+            return tensor.shape[0]
+    return None
 
 
 def _check_base(here: Mapping[str, Source], kind: str, record: PartRecord, *, is_remade: bool) -> None:
-    """Compare a base with the one that the adapter in `record` was trained on; `kind` is its class."""
+    """Compare a base of class `kind` with the one that the adapter in `record` was trained on."""
     base, name = record.base, str(record.adapter)
     if base is None:
         return
-    # quantised here or there: the tensors that stayed floating speak for it
+    # If either base is quantised, the floating-point tensors decide.
     known = {n: values for n, values in base.fingerprint.items() if n in here and is_floating(here[n])}
     sampled = replace(record, base=replace(base, fingerprint=known))
     names = differing_tensors(here, sampled, is_remade=is_remade)
     if names:
-        remade = "; its making changes the base, and did so otherwise here" if is_remade else ""
+        remade = "; its initialisation changes the base, and gave another result here" if is_remade else ""
         raise BaseMismatchError(
             f"{listing(names, ', ')}: {len(names)} of {len(known)} sampled tensors of this base differ from the one "
             f"that adapter {name!r} was trained on ({base.id or 'built in memory'}, revision {base.revision})"
@@ -296,10 +295,10 @@ def _check_base(here: Mapping[str, Source], kind: str, record: PartRecord, *, is
 
 
 def _find_places(one: View, held: OpenCheckpoint, records: Sequence[PartRecord]) -> dict[str, dict[str, Source]]:
-    """By adapter, the places of stored tensors that PEFT leaves alone or rounds: base tensors that came with the
-    adapter, and those stored in a type that their place does not hold.
+    """By adapter, the targets of stored tensors that PEFT does not load or rounds: base tensors saved with the adapter,
+    and tensors stored in a wider type than their target has.
 
-    Raises LoadError naming every tensor that is missing, has no place, or is of another shape or kind of number.
+    Raises LoadError naming every tensor that is missing, has no target, or has another shape or kind of number.
     """
     expected = {part.adapter: part.entries for part in adapter_parts(one, "", "", "as_is")}
     base = {PREFIX + name: source for name, source in base_sources(one)}
@@ -310,7 +309,7 @@ def _find_places(one: View, held: OpenCheckpoint, records: Sequence[PartRecord])
     for record in records:
         own = {entry.name: entry for entry in expected[record.adapter]}
         stored = {tensor.name for tensor in record.tensors}
-        missing = own.keys() - stored - (base.keys() & everywhere)  # resized embeddings come with one of the adapters
+        missing = own.keys() - stored - (base.keys() & everywhere)  # one of the adapters has the resized embeddings
         problems += [f"{name}: missing in the files" for name in sorted(missing)]
         places[str(record.adapter)] = {}
         for tensor in record.tensors:
@@ -319,7 +318,11 @@ def _find_places(one: View, held: OpenCheckpoint, records: Sequence[PartRecord])
                 problems.append(f"{tensor.name}: no place in the model")
                 continue
             dtype, source = dtype_of(tensor.dtype), place.source if isinstance(place, Entry) else place
-            if tensor.shape != place.shape or not _are_alike(dtype, place.dtype):
+            is_same_kind = (dtype.is_floating_point, dtype.is_complex) == (
+                place.dtype.is_floating_point,
+                place.dtype.is_complex,
+            )
+            if tensor.shape != place.shape or not is_same_kind:
                 wanted = f"{dtype_name(place.dtype)} {tuple(place.shape)}"
                 problems.append(f"{tensor.name}: {tensor.dtype} {tensor.shape} in the files, expected {wanted}")
             elif source is not None and (tensor.name not in own or not _holds_all(source.dtype, dtype)):
@@ -329,25 +332,20 @@ def _find_places(one: View, held: OpenCheckpoint, records: Sequence[PartRecord])
     return places
 
 
-def _are_alike(stored: torch.dtype, live: torch.dtype) -> bool:
-    """Whether both are floating-point, both complex, or both neither."""
-    return (stored.is_floating_point, stored.is_complex) == (live.is_floating_point, live.is_complex)
-
-
 def _holds_all(live: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether values of the type `stored` are not rounded in the type `live`."""
+    """Whether the type `live` represents all values of the type `stored`."""
     if not stored.is_floating_point:
         return live == stored or torch.promote_types(live, stored) == live
     here, there = torch.finfo(live), torch.finfo(stored)
     return here.eps <= there.eps and here.max >= there.max and here.tiny <= there.tiny
 
 
-def _copy_brought(held: OpenCheckpoint, record: PartRecord, brought: Mapping[str, Source]) -> None:
-    for file in {tensor.file for tensor in record.tensors if tensor.name in brought}:
+def _copy_exactly(held: OpenCheckpoint, record: PartRecord, targets: Mapping[str, Source]) -> None:
+    for file in {tensor.file for tensor in record.tensors if tensor.name in targets}:
         stored = read_tensors(held.store, file)
         with torch.no_grad():
-            for name in brought.keys() & stored.keys():
-                live: Tensor = brought[name].live
+            for name in targets.keys() & stored.keys():
+                live: Tensor = targets[name].live
                 if not _holds_all(live.dtype, stored[name].dtype):
                     live.data = live.data.to(stored[name].dtype)
                 live.copy_(stored[name])

@@ -1,4 +1,4 @@
-"""Opens folders of weights as one file of tensors: of Hugging Face, sharded or not, and checkpoints of ours."""
+"""Opens folders of weights as one file of tensors: Hugging Face folders, sharded or not, and checkpoints of ours."""
 
 import json
 import re
@@ -20,14 +20,14 @@ from ft_ckpt.storage.scratch import check_files_inside, leads_out
 from ft_ckpt.storage.store import Store, Stored, is_inside, read_text
 
 _STEMS = {"model": ("model", "pytorch_model"), "adapter": ("adapter_model",)}
-# Files that hold weights or a training state in some format; what else is in a folder goes along with its weights.
+# Files that hold weights or training state in some format; all other files of a folder are sidecar files.
 _BULK = re.compile(
     r"\.(safetensors|bin|h5|hdf5|mdl|pt|pth|ckpt|msgpack|onnx|onnx_data|gguf|keras|distcp|npz|npy|index)$"
 )
 
 
 class JoinedFile:
-    """Several files as one, each with a prefix for its names."""
+    """Several files as one; the names of each get a prefix."""
 
     def __init__(self, files: Sequence[tuple[str, TensorFile]], source: str) -> None:
         self.files = [file for _, file in files]
@@ -55,7 +55,7 @@ class JoinedFile:
         return file.read(inner, start, stop)
 
     def runs(self, name: str) -> list[ByteRun] | None:
-        """The byte ranges of tensor `name`; None when they do not lie in a file as they are."""
+        """The byte ranges of tensor `name`; None if no file stores its bytes as they are."""
         file, inner = self.places[name]
         ask = getattr(file, "runs", None)
         return None if ask is None else ask(inner)
@@ -68,7 +68,7 @@ class JoinedFile:
 
 @dataclass(frozen=True, eq=False)
 class FolderPart:
-    """One loadable thing in a folder: where, what, and its weights as one file."""
+    """One loadable part of a folder: path, kind, and its weights as one file."""
 
     path: str  # relative to the folder, "" for the folder itself
     kind: str  # "model" | "adapter" | "module"
@@ -77,26 +77,28 @@ class FolderPart:
 
     @property
     def prefix(self) -> str:
-        """The prefix of its tensors' names, which sets them apart from those of other parts."""
+        """The prefix that makes the names of its tensors unique among the parts."""
         return f"{self.path.replace('/', '.')}." if self.path else ""
 
 
 class WeightsFolder(JoinedFile):
-    """A folder with config and weights; `parts` are what can be loaded from it."""
+    """A folder with config and weights; `parts` can be loaded from it."""
 
     def __init__(
         self, place: Place, origin: Place, parts: Sequence[FolderPart], manifest: Manifest | None = None
     ) -> None:
         super().__init__([(part.prefix, part.file) for part in parts], place.last_step)
         self.place, self.store, self.parts, self.manifest = place, place.folder, tuple(parts), manifest
-        self.origin = origin  # where it was found: `place` may be of links to its open files
+        self.origin = origin  # the original place; `place` may have links to its open files
 
     def companions(self) -> tuple[list[Stored], list[str]]:
-        """Files that belong to the weights whatever their format, and files of bulk that are no part of them."""
+        """Sidecar files that belong to the weights in any format, and names of other files, which are left out."""
+        parts = self.manifest.parts if self.manifest is not None else ()
+        state_folders = tuple(f"{part.path}/" for part in parts if part.kind == "state")
         kept: list[Stored] = []
         left: list[str] = []
         there, weights = self.store.list(), self._weights()
-        versions = {each.version for each in there if each.name in weights}  # a dual file goes by two names
+        versions = {each.version for each in there if each.name in weights}  # a dual file has two names
         for each in there:
             name = each.name
             hidden = any(step.startswith(".") for step in name.split("/"))
@@ -107,17 +109,11 @@ class WeightsFolder(JoinedFile):
                 continue
             if self.manifest is not None and all(record.path != name for record in self.manifest.files):
                 continue
-            bulk = _BULK.search(name) or name.endswith(".index.json") or name.startswith(self._state_folders())
-            if bulk:
+            if _BULK.search(name) or name.endswith(".index.json") or name.startswith(state_folders):
                 left.append(name)
             else:
                 kept.append(each)
         return kept, left
-
-    def _state_folders(self) -> tuple[str, ...]:
-        """Where states of training lie: they belong to a moment of a run, not to its weights."""
-        parts = self.manifest.parts if self.manifest is not None else ()
-        return tuple(f"{part.path}/" for part in parts if part.kind == "state")
 
     def _weights(self) -> set[str]:
         found = set()
@@ -128,11 +124,10 @@ class WeightsFolder(JoinedFile):
 
 
 def open_folder(place: Place, origin: Place | None = None) -> TensorFile:
-    """The tensors in a folder (or under the prefix of a TensorFlow checkpoint), whatever wrote it.
+    """The tensors in a folder (or under the prefix of a TensorFlow checkpoint), in any format.
 
-    `origin` is where it was found, when `place` is a folder of links to its files.
-
-    Raises LoadError when there are none; CorruptError when files are missing or do not fit together.
+    `origin` is the original place, when `place` is a folder of links to its files. Raises LoadError when there are no
+    weights; CorruptError when files are missing or do not fit together.
     """
     with damaged_input(place):
         return _open_any_folder(place, origin or place)
@@ -158,7 +153,8 @@ def _open_any_folder(place: Place, origin: Place) -> TensorFile:
     tree = jax.orbax_folder(place)
     if tree is not None:
         return jax.open_orbax(tree)
-    expected = ", ".join(f"*{ending}" for ending in _endings())
+    endings = dict.fromkeys(known.suffixes[0] for known in tensor_formats() if known.suffixes)
+    expected = ", ".join(f"*{ending}" for ending in endings)
     raise LoadError(
         f"{place}: no weights found; expected {expected}, a {MANIFEST_NAME}, or a folder of "
         "torch.distributed.checkpoint, DeepSpeed, TensorFlow or orbax"
@@ -199,20 +195,15 @@ def join_weight_files(store: Store, names: Iterable[str]) -> JoinedFile:
     return JoinedFile([("", detect.open_tensor_file(store.open(name))) for name in names], store.url)
 
 
-def _endings() -> list[str]:
-    """The endings of weight files, in the order in which readers choose."""
-    return list(dict.fromkeys(known.suffixes[0] for known in tensor_formats() if known.suffixes))
-
-
 def _weight_file_names(kind: str) -> Iterator[str]:
-    """What a file of weights may be called, in the order in which readers choose."""
+    """The names that a weight file may have, in the order of preference of readers."""
     for known in (known for known in tensor_formats() if known.suffixes):
         stems = _STEMS["adapter"] if kind == "adapter" else (*_STEMS["model"], known.model_stem, *known.other_stems)
         yield from (f"{stem}{known.suffixes[0]}" for stem in dict.fromkeys(stems))
 
 
 def weight_files(store: Store, kind: str) -> tuple[list[str], str | None]:
-    """The weight files in `store` that a reader would choose, and their index if there are shards."""
+    """The weight files in `store` that readers prefer, and their index if there are shards."""
     there = {each.name for each in store.list_folder().objects}
     for name in _weight_file_names(kind):
         if name in there:
@@ -235,7 +226,7 @@ def _read_weight_map(store: Store, index: str) -> Mapping[str, str]:
 
 
 def _check_shard_index(store: Store, index: str, names: Sequence[str]) -> None:
-    """Raise CorruptError when shards lack tensors that the index says they have."""
+    """Raise CorruptError when shards lack tensors that are in the index."""
     there = join_weight_files(store, names)
     lost = [name for name in _read_weight_map(store, index) if name not in there.specs and name not in there.ties]
     there.close()

@@ -1,7 +1,7 @@
 """Selects the tensors of a save and their names: whole models, submodels, plain modules.
 
-Works on names, shapes and dtypes only; no tensor is read and no rank is asked. The result is a list of parts, each a
-folder that something can load, whose entries say where every stored tensor comes from.
+Works on names, shapes and dtypes only, without reading a tensor or communicating. The result is a list of parts, each a
+loadable folder, whose entries name the source of every stored tensor.
 """
 
 import re
@@ -17,16 +17,16 @@ from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeErro
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import dump_object
 from ft_ckpt.model.conversion import cast_entries, converted_entries, kept_in_float32
-from ft_ckpt.model.entries import Entry, Part, main_dtype, unchanged_entry
+from ft_ckpt.model.entries import Part, main_dtype, unchanged_entry
 
 
 @dataclass(frozen=True, eq=False)
 class View:
     """A module of the live model, unwrapped, with the tensors below it by names relative to it."""
 
-    module: Any  # an nn.Module; what else it may have depends on its class
+    module: Any  # an nn.Module of any class
     sources: Mapping[str, Source] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)  # what its state dict lists that is no tensor
+    extra: Mapping[str, Any] = field(default_factory=dict)  # values of its state dict that are no tensors
 
 
 def view_of(
@@ -69,7 +69,7 @@ def module_at(model: nn.Module, attribute: str) -> nn.Module:
 
 
 def _with_raw_below(source: Source, depth: int) -> Source:
-    """The tensor, its raw name as the submodule `depth` attributes down spells it, once it is unwrapped itself."""
+    """The source with the raw name it has in the unwrapped submodule that is `depth` attributes down."""
     if not depth and source.raw_name == source.name:
         return source
     steps, left = source.raw_name.split("."), source.name.split(".")[depth:]
@@ -82,11 +82,14 @@ def _with_raw_below(source: Source, depth: int) -> Source:
 
 
 def model_part(part: View, name: str, path: str, dtype: str) -> Part:
-    """The part for a module saved in full: what `save_pretrained` would write, or a plain module's tensors."""
+    """The part for a module saved in full: the tensors that `save_pretrained` writes, or those of a plain module."""
     hugging_face = is_pretrained(part.module)
     _refuse_unserialisable(part.module)
     kept, ties, notes = _without_aliases(part, hugging_face)
-    entries = converted_entries(part.module, kept) if hugging_face else _as_they_are(kept)
+    if hugging_face:
+        entries = converted_entries(part.module, kept)
+    else:
+        entries = [unchanged_entry(stored, source) for stored, source in kept.items()]
     kind = "model" if hugging_face else "module"
     doubtful = tuple(diverged_ties(part)) if hugging_face else ()
     made = cast_entries(entries, part.module, dtype)
@@ -99,32 +102,32 @@ def model_part(part: View, name: str, path: str, dtype: str) -> Part:
 
 
 def _rounded_by_others(part: Part) -> tuple[str, ...]:
-    """A note of tensors that plain `from_pretrained` rounds: it makes a model in the one type that the config says."""
-    said = dtype_of(main_dtype(part))
-    kept = kept_in_float32(part.module, said)
-    wide = [one.name for one in part.entries if one.dtype.is_floating_point and one.dtype.itemsize > said.itemsize]
+    """A note on tensors that plain `from_pretrained` rounds, because it makes a model in the one type of the config."""
+    main = dtype_of(main_dtype(part))
+    kept = kept_in_float32(part.module, main)
+    wide = [one.name for one in part.entries if one.dtype.is_floating_point and one.dtype.itemsize > main.itemsize]
     rounded = [name for name in wide if not set(kept).intersection(name.split("."))]
-    says = f"in more than the config's {dtype_name(said)}, to which plain from_pretrained rounds; load_model does not"
+    says = f"in more than the config's {dtype_name(main)}, to which plain from_pretrained rounds; load_model does not"
     return (f"{listing(rounded, ', ')}: {says}",) if rounded else ()
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether it is a transformers model; told by names, since that class takes a second to import."""
+    """Whether it is a transformers model, by the class name, because the class takes a second to import."""
     return any(
         cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(module).__mro__
     )
 
 
 def made_by_class(module: Any) -> frozenset[str]:
-    """Names of tensors that a transformers model makes anew when it is loaded, such as tables of sines: in no file."""
+    """Names of tensors that a transformers model recomputes when it is loaded, such as tables of sines: in no file."""
     return frozenset(getattr(module, "_keys_to_ignore_on_save", None) or ()) if is_pretrained(module) else frozenset()
 
 
 def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
     """The parts, with a note in a run's checkpoint of modules that have a `save_pretrained` of their own.
 
-    Such classes (SentenceTransformer, wrappers with a value head) read nothing but the layout that they write. Raises
-    SelectionError naming them where there is nothing to be resumed, and models of PEFT whose adapters it cannot read.
+    Such classes (SentenceTransformer, wrappers with a value head) read only the layout that they write. Raises
+    SelectionError naming them unless `is_run`, and PEFT models whose adapters PEFT cannot load.
     """
     stacked = {
         type(part.module).__name__: None for part in parts if part.kind == "adapter" and _is_stacked(part.module)
@@ -135,7 +138,11 @@ def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
             "that PEFT or load_model reads; put all on one PeftModel with add_adapter(), merge the inner ones with "
             "merge_and_unload(), or save a checkpoint to resume from with save_state()"
         )
-    own = {id(part): type(part.module).__name__ for part in parts if _has_own_layout(part)}
+    own = {
+        id(part): type(part.module).__name__
+        for part in parts
+        if part.kind == "module" and callable(getattr(type(part.module), "save_pretrained", None))
+    }
     if own and not is_run:
         inside = [path for part in parts if id(part) in own for path in _pretrained_below(part)]
         asked = repr(inside[0] if len(inside) == 1 else inside)
@@ -148,18 +155,14 @@ def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
     return [replace(p, notes=(*p.notes, note.format(own[id(p)]))) if id(p) in own else p for p in parts]
 
 
-def _has_own_layout(part: Part) -> bool:
-    return part.kind == "module" and callable(getattr(type(part.module), "save_pretrained", None))
-
-
 def _is_stacked(module: nn.Module) -> bool:
-    """Whether it is a PeftMixedModel, or has a PeftModel inside."""
+    """Whether it is a PeftMixedModel, or contains a PeftModel."""
     inner = {cls.__name__ for one in module.modules() if one is not module for cls in type(one).__mro__}
     return "PeftModel" in inner or any(cls.__name__ == "PeftMixedModel" for cls in type(module).__mro__)
 
 
 def _pretrained_below(part: Part) -> list[str]:
-    """Paths of the transformers models in the part's module that are in no other."""
+    """Paths of the outermost transformers models in the part's module."""
     found: list[str] = []
     for path, _, inner in walk_modules(part.module):
         if is_pretrained(inner) and not any(path.startswith(f"{outer}.") for outer in found):
@@ -168,7 +171,7 @@ def _pretrained_below(part: Part) -> list[str]:
 
 
 def diverged_ties(part: View) -> list[tuple[Source, Source]]:
-    """Pairs that the model declares tied but that are two in memory: to be compared before one is dropped."""
+    """Pairs that the model declares tied but that are two tensors in memory; compared before one is dropped."""
     declared = getattr(part.module, "all_tied_weights_keys", None) or {}
     patterns = _alias_patterns(part.module) if declared else []
     tied = [pair for pair in declared.items() if _is_alias(pair[0], patterns)]
@@ -177,7 +180,7 @@ def diverged_ties(part: View) -> list[tuple[Source, Source]]:
 
 
 def _refuse_unserialisable(module: Any) -> None:
-    """Refuse quantisers that keep weights in forms of their own, such as torchao's tensor subclasses."""
+    """Refuse quantisers that keep weights in tensor subclasses, such as torchao."""
     quantizer = getattr(module, "hf_quantizer", None)
     if quantizer is None:
         return
@@ -192,7 +195,7 @@ def _refuse_unserialisable(module: Any) -> None:
 def _without_aliases(
     part: View, hugging_face: bool
 ) -> tuple[dict[str, Source], tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Names to store: of tied names the one a loader expects, found by parameter identity, never by storage."""
+    """The tensors to store by name, the ties and notes. Ties are found by parameter identity, never by storage."""
     ignored = made_by_class(part.module) if hugging_face else ()
     names = [name for name, source in part.sources.items() if name not in ignored or source.trainable]
     has_ties = len({part.sources[name].key for name in names}) < len(names)
@@ -203,7 +206,9 @@ def _without_aliases(
     ties, notes = [], []
     patterns = _alias_patterns(part.module) if hugging_face and has_ties else []
     for group in (group for group in groups.values() if len(group) > 1):
-        keep = _kept_of(group, patterns) if hugging_face else group[:1]
+        keep = group[:1]
+        if hugging_face:  # the names that transformers does not make from another one
+            keep = [name for name in group if not _is_alias(name, patterns)] or [max(group)]
         ties.append((keep[0], *(name for name in group if name != keep[0])))
         dropped.update(name for name in group if name not in keep)
         if len(keep) > 1:
@@ -217,19 +222,14 @@ def _without_aliases(
     return {name: part.sources[name] for name in names if name not in dropped}, tuple(ties), tuple(notes)
 
 
-def _kept_of(group: list[str], patterns: Sequence[str]) -> list[str]:
-    """The names of a tied group to store, as transformers chooses: those that it does not make of another one."""
-    return [name for name in group if not _is_alias(name, patterns)] or [max(group)]
-
-
 def _is_alias(name: str, patterns: Sequence[str]) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _alias_patterns(module: nn.Module) -> list[str]:
-    """Patterns of the names that transformers ties to others when it loads `module`: where a config says so, only.
+    """Patterns of the names that transformers ties to others when it loads `module`, as its config says.
 
-    What was tied by hand is not tied again, and a name that is in no file is filled with random numbers.
+    Parameters tied by hand are not tied again: a name that is in no file would be filled with random numbers.
     """
     return [
         f"{re.escape(path)}\\.{key}" if path else key
@@ -237,7 +237,3 @@ def _alias_patterns(module: nn.Module) -> list[str]:
         if getattr(getattr(inner, "config", None), "tie_word_embeddings", False)
         for key in (getattr(inner, "_tied_weights_keys", None) or ())
     ]
-
-
-def _as_they_are(kept: Mapping[str, Source]) -> list[Entry]:
-    return [unchanged_entry(name, source) for name, source in kept.items()]
