@@ -1,7 +1,7 @@
-"""The base model of adapters: its identity, whether it has changed, and whether it can be made again.
+"""The base model of adapters: its identity, its changes, and whether it can be recreated.
 
 A base is recognised by sampled elements. Sampling detects another model, another precision, and changes of most of a
-layer, as merging an adapter into it makes; it misses a change of few elements, such as a row of an embedding.
+layer, such as a merged adapter; it misses changes of few elements, such as a row of an embedding.
 """
 
 import json
@@ -33,24 +33,24 @@ _PASSING = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "ar
 # other (random, or computed from training data) cannot be repeated.
 _KEEPS_BASE = frozenset({"true", "false", "gaussian", "orthogonal", "eva", "mica"})
 _REPEATS = frozenset({"pissa", "olora", "kasa", "loftq"})
-_ULPS = 2  # sampled values may differ by this many units of the coarser dtype: a base loaded in another precision
-_REMADE_ULPS = 64  # of float32, in which decompositions are computed, and adapters merged and taken out again
+_ULPS = 2  # tolerance in units of the coarser dtype, for a base loaded in another precision
+_REMADE_ULPS = 64  # tolerance in units of float32, for decompositions and for adapters that were merged and unmerged
 
 
 class BaseWatch:
-    """Notices when the base of a run's adapters changes: a resume would find it as the script makes it at the start."""
+    """Detects changes to the base of a run's adapters, because a resume starts from the unchanged base."""
 
     def __init__(self, attribute: str | None = None) -> None:
         """`attribute`: the submodule that has the adapters; None: the model itself."""
         self._attribute = attribute
         self._model: ref[nn.Module] | None = None
         self._samples: dict[str, dict[str, float]] = {}
-        self._limits: dict[str, float] = {}  # by how much of its size an element may differ
+        self._limits: dict[str, float] = {}  # relative tolerance by layer
 
     def note_base(self, model: nn.Module, rank: int) -> None:
-        """Remember samples of the base of `model` as it is now, when it comes for the first time."""
+        """Sample the base of `model` if the model is new."""
         if not self._knows_model(model):
-            with suppress(CheckpointError):  # a model whose tensors are not there yet
+            with suppress(CheckpointError):  # a model without tensors so far
                 self._samples = base_samples(model, rank, self._attribute)
                 sources = ModelTensors(model).sources() if self._samples else {}
                 dtypes = {source.name: source.dtype for source in sources.values()}
@@ -62,7 +62,7 @@ class BaseWatch:
         return self._model is not None and self._model() is unwrap(model)
 
     def changed_layers(self, model: nn.Module, rank: int) -> list[str]:
-        """Names of layers whose samples are others than when the model was first seen."""
+        """Names of layers whose samples differ from those at the first call of `note_base`."""
         if not self._knows_model(model) or not self._samples:
             return []
         refuse_merged(unwrap(model))
@@ -74,22 +74,25 @@ class BaseWatch:
         ]
 
     def refuse_changed(self, model: nn.Module, rank: int) -> None:
-        """Raise SelectionError if the base has changed: an adapter alone would lose that."""
+        """Raise SelectionError if the base has changed, because an adapter alone would lose the change."""
         if changed := self.changed_layers(model, rank):
             raise SelectionError(
                 f"{_changed_text(changed)}: the adapter alone would lose it; save with adapter_only=False"
             )
 
     def is_left_out(self, model: nn.Module, alone: bool, asked: bool | None, ranks: Ranks) -> bool:
-        """Whether a checkpoint of a run leaves out the base: `asked`, else if adapters `alone` are trained. Collective.
+        """Whether a checkpoint of a run omits the base: `asked`, by default if only adapters are trained. Collective.
 
-        Never one that has changed, as ReLoRA merges adapters into it: it is saved with them, or the save refused with a
-        SelectionError where it was asked for otherwise.
+        A base that has changed, as under ReLoRA, is saved with the adapters; SelectionError if `asked` is True.
         """
         if not (alone if asked is None else asked):
             return False
         found, error = ranks.attempt(lambda: self.changed_layers(model, ranks.rank))
-        names = ranks.agree("the base of save_state()", {"changed": found}, error, decide=_all_changed).told
+
+        def all_changed(values: Values) -> list[str]:
+            return sorted({name for value in values for name in value["changed"]})
+
+        names = ranks.agree("the base of save_state()", {"changed": found}, error, decide=all_changed).told
         if not names:
             return True
         if asked:
@@ -98,10 +101,6 @@ class BaseWatch:
         if ranks.leads:
             warn(f"{_changed_text(names)}: it is saved with the adapters", stacklevel=5)
         return False
-
-
-def _all_changed(values: Values) -> list[str]:
-    return sorted({name for value in values for name in value["changed"]})
 
 
 def _changed_text(names: list[str]) -> str:
@@ -120,9 +119,9 @@ def base_identity(module: Any, adapter: str) -> tuple[str | None, str | None, st
 
 
 def refuse_merged(module: nn.Module) -> None:
-    """Raise SelectionError naming the layers that have an adapter merged into them: asked at each save.
+    """Raise SelectionError naming the layers that have an adapter merged into them, at each save.
 
-    Their base holds the adapter too, and would be taken for the base alone.
+    Their base contains the adapter and would be stored as the plain base.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -135,19 +134,19 @@ def refuse_merged(module: nn.Module) -> None:
 
 
 def keeps_base(config: Any) -> bool:
-    """Whether the initialisation of an adapter with this config leaves the base as it was."""
+    """Whether the initialisation of an adapter with this config leaves the base unchanged."""
     return not _changes_of_base(config)
 
 
 def _changes_of_base(config: Any) -> list[str]:
-    """The initialisations in the config that change the base, in the order in which PEFT does them."""
+    """The initialisations in the config that change the base, in PEFT's order."""
     init = str(getattr(config, "init_lora_weights", True))
     found = [] if init.lower() in _KEEPS_BASE else [init]
     return [*found, *(["kasa"] if getattr(config, "kasa_config", None) else [])]
 
 
 def irreproducible(configs: Mapping[str, Any]) -> str:
-    """Why the adapters with these configs fit no base that can be made again; "" if they do.
+    """Why the adapters with these configs fit no base that can be recreated; "" if they do.
 
     LoftQ is repeatable in its first iteration only: later ones quantise the residual of a decomposition, whose last
     digits differ between machines.
@@ -162,7 +161,7 @@ def irreproducible(configs: Mapping[str, Any]) -> str:
 
 
 def base_samples(model: nn.Module, rank: int, attribute: str | None = None) -> dict[str, dict[str, float]]:
-    """A few elements of the layers that adapters are on, as this rank holds them; none without adapters."""
+    """A few elements that this rank holds of the layers with adapters; empty without adapters."""
     if not has_adapters(module_at(model, attribute or "")):
         return {}
     below = base_sources(view_of(model, ModelTensors(model).sources(), attribute or ""))
@@ -174,8 +173,9 @@ def base_samples(model: nn.Module, rank: int, attribute: str | None = None) -> d
 def differences_of_base(
     model: nn.Module, parts: Iterable[PartRecord], stored: Container[str], rank: int, attribute: str | None = None
 ) -> tuple[int, list[str]]:
-    """How many tensors of the base below the adapters of `model`, or of its `attribute`, but for those `stored`, were
-    compared with what was recorded of them, and what differs.
+    """Compare the base of the adapters of `model`, or of its `attribute`, with the recorded samples.
+
+    Tensors in `stored` are left out. Returns the number of compared tensors and the differences.
     """
     module: Any = module_at(model, attribute or "")
     if not has_adapters(module):
@@ -201,9 +201,9 @@ def differences_of_base(
 def differing_tensors(
     here: Mapping[str, Source], record: PartRecord, rank: int = 0, *, is_remade: bool = False
 ) -> list[str]:
-    """Names of tensors recorded of an adapter's base that are not `here`, or whose elements on this rank are others.
+    """Names of recorded tensors of an adapter's base that are not `here`, or whose elements on this rank differ.
 
-    `is_remade`: the making of the adapter has changed both; what that computes may differ in its last digits.
+    `is_remade`: the initialisation of the adapter has changed both bases, so that last digits may differ.
     """
     if record.base is None:
         return []
@@ -217,13 +217,13 @@ def differing_tensors(
 
 
 def _adapted_paths(record: PartRecord) -> frozenset[str]:
-    """The paths, in the base, of everything above a tensor of the adapter: its layers are among them."""
+    """All prefixes, in the base, of the paths of the adapter's tensors; its layers are among them."""
     steps = (tensor.name.removeprefix(PREFIX).split(".") for tensor in record.tensors)
     return frozenset(".".join(one[:depth]) for one in steps for depth in range(1, len(one)))
 
 
 def is_floating(source: Source) -> bool:
-    """Whether the tensor's elements can be compared: those of quantised ones cannot."""
+    """Whether the tensor's elements can be compared, which quantised ones cannot."""
     return source.dtype.is_floating_point
 
 
@@ -242,9 +242,9 @@ def _elements_agree(
     is_adapted: bool,
     is_remade: bool,
 ) -> bool:
-    """Whether live elements equal the recorded ones, as far as the coarser of the two dtypes can tell.
+    """Whether live elements equal the recorded ones within the precision of the coarser dtype.
 
-    Exactly, where that is one dtype; but merging an adapter and taking it out again leaves other last digits.
+    Equal dtypes are compared exactly, except in adapted layers: merging and unmerging changes the last digits.
     """
     indices = [int(index) for index in values]
     if not is_floating(source) or any(index >= source.numel for index in indices):
@@ -258,7 +258,7 @@ def _elements_agree(
 
 
 def _are_near(here: Mapping[str, float], values: Mapping[str, float], limit: float, is_adapted: bool) -> bool:
-    """Whether elements differ by no more than the fraction `limit` of their size, or of an adapted layer's scale."""
+    """Whether elements differ by at most the fraction `limit` of their size, or of the scale of an adapted layer."""
     least = max(map(abs, values.values()), default=0.0) / 4 if is_adapted else 1e-6
     return all(
         value == values[index] or abs(value - values[index]) <= limit * max(abs(values[index]), least)

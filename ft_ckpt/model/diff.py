@@ -1,4 +1,4 @@
-"""Compares the tensors of two files or folders, A and B: by tensor and by layer, a slice at a time."""
+"""Compares the tensors of two files or folders, A and B, by tensor and by layer, slice by slice."""
 
 import math
 import re
@@ -27,7 +27,7 @@ class Sums:
     squares: float = 0.0  # of (B - A)²
     norm: float = 0.0  # of A²
     largest: float = 0.0  # of |B - A|
-    unbounded: int = 0  # elements where it is not finite, and the two are not the same infinity or both no number
+    unbounded: int = 0  # elements with a difference that is not finite, except equal infinities and two NaN
 
     def __add__(self, other: "Sums") -> "Sums":
         return Sums(
@@ -70,7 +70,7 @@ class Difference:
 
 
 def compare_files(one: TensorFile, other: TensorFile) -> list[Difference]:
-    """Every tensor of A (`one`) and B (`other`), what changed most first; at most a few slices are in memory.
+    """Every tensor of A (`one`) and B (`other`), the largest change first; at most a few slices are in memory.
 
     A name stands for the tensor that it is tied to. A pair of tensors is compared once, under the first name that both
     files have; a name in one file only is left out if its tensor is compared under another name.
@@ -108,7 +108,7 @@ def compare_settings(one: TensorFile, other: TensorFile) -> list[tuple[str, str,
 
 
 def by_layer(found: Iterable[Difference]) -> list[Difference]:
-    """The same by layer, as in "model.layers.3", or by module where layers have no numbers."""
+    """The differences by layer, as in "model.layers.3", or by module where layers have no numbers."""
     layers: dict[str, list[Difference]] = {}
     for each in found:
         layers.setdefault(layer_of(each.name), []).append(each)
@@ -116,7 +116,7 @@ def by_layer(found: Iterable[Difference]) -> list[Difference]:
 
 
 def layer_of(name: str) -> str:
-    """The layer of the tensor `name`: up to the first number in it, or all but its last step."""
+    """The layer of the tensor `name`: the name up to its first number, or all but its last step."""
     numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
     return numbered[0] if numbered else name.rpartition(".")[0] or name
 
@@ -145,11 +145,11 @@ def _layer_difference(layer: str, members: Sequence[Difference]) -> Difference:
 
 
 def _compare_slices(one: Tensor, other: Tensor) -> tuple[bool, Sums]:
-    """True when two slices are equal, and the sums over them."""
-    alike = one.dtype == other.dtype
-    equal = alike and torch.equal(_byte_view(one), _byte_view(other))
+    """Whether two slices are equal, and the sums over them."""
+    same_dtype = one.dtype == other.dtype
+    equal = same_dtype and torch.equal(_byte_view(one), _byte_view(other))
     if any(str(data.dtype).endswith(_PACKED) for data in (one, other)):
-        same = _byte_view(one) == _byte_view(other) if alike else torch.zeros(one.numel(), dtype=torch.bool)
+        same = _byte_view(one) == _byte_view(other) if same_dtype else torch.zeros(one.numel(), dtype=torch.bool)
         return equal, Sums(one.numel(), unbounded=int((~same).sum()))
     is_complex = one.is_complex() or other.is_complex()
     before = _float64_values(one, is_complex)
@@ -162,7 +162,7 @@ def _compare_slices(one: Tensor, other: Tensor) -> tuple[bool, Sums]:
     bounded = change.isfinite()
     change = torch.where(bounded, change, 0.0)
     sums = Sums(before.numel(), float(change.sum()), float(change.square().sum()), norm, float(change.max()))
-    return not alike and bool(same.all()), sums + Sums(unbounded=int((~bounded).sum()))
+    return not same_dtype and bool(same.all()), sums + Sums(unbounded=int((~bounded).sum()))
 
 
 def _byte_view(data: Tensor) -> Tensor:

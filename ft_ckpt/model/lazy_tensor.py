@@ -1,13 +1,13 @@
 """A tensor that is read from its file at its first use.
 
-Shape, type and device are answered without reading; anything else reads (small tensors) or maps (large ones) the
-values, holds them, and hands the operation on. Every use compares the file with what it was when it was opened, so a
-file cut short or rewritten in place raises CorruptError instead of giving wrong values. `release` lets the values go.
+Shape, type and device need no read. Any other operation reads (small tensors) or maps (large ones) the values, keeps
+them and runs on them. Every use checks that the file has not changed since it was opened, so a file that was truncated
+or rewritten in place raises CorruptError instead of giving wrong values. `release` drops the values.
 
-Why mapped and not copied: touching all of a mapped file costs a fifth of reading it into memory of our own. The price
-is that what left the file mapped (a parameter set by `load_state_dict(assign=True)`, a view) is as safe as with
-`torch.load(mmap=True)` or safetensors: fine when the file is deleted or replaced, not when it is cut short in place.
-`load(..., mapped=False)` copies instead and has no such price.
+Values are mapped because touching all of a mapped file costs a fifth of reading it into memory. A mapped tensor that
+outlives the file object (a parameter set by `load_state_dict(assign=True)`, a view) is as safe as with
+`torch.load(mmap=True)` or safetensors: deleting or replacing the file is safe, truncating it in place is not.
+`load(..., mapped=False)` copies instead.
 """
 
 import math
@@ -30,7 +30,7 @@ _METHODS = (
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed",
     "is_contiguous", "stride", "storage_offset", "__len__", "get_device", "is_pinned", "has_names", "is_conj", "is_neg",
 )  # fmt: skip
-_ABOUT: set[Any] = (  # what asks for no value
+_ABOUT: set[Any] = (  # functions that need no values
     {getattr(torch.Tensor, name).__get__ for name in _GETTERS if hasattr(torch.Tensor, name)}
     | {getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)}
     | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor, torch.is_conj, torch.is_neg}
@@ -38,19 +38,19 @@ _ABOUT: set[Any] = (  # what asks for no value
 
 
 class LazySource(TensorFile, Protocol):
-    """A file that lazy tensors can read from: it knows whether it changed, and which tensors it maps."""
+    """A file that lazy tensors can read from."""
 
     def maps(self, name: str) -> bool:
-        """True when reading a part of the tensor costs as much as all of it."""
+        """Whether the tensor is mapped, so that a part of it costs no less than all of it."""
         ...
 
     def check(self) -> None:
-        """Raise CorruptError when the file was cut short or written to since it was opened."""
+        """Raise CorruptError when the file was truncated or written to since it was opened."""
         ...
 
 
 class _Held:
-    """One stored tensor and its values, while they are here; all lazy tensors made of it share them."""
+    """One stored tensor with its values while they are loaded, shared by all lazy tensors made from it."""
 
     __slots__ = ("dtype", "file", "name", "shape", "values")
 
@@ -67,7 +67,7 @@ class _Held:
         return self.values
 
     def rows(self, key: int | slice) -> torch.Tensor | None:
-        """Some rows of what cannot be mapped, from their bytes alone; None where all of it is wanted."""
+        """Some rows of a tensor that is not mapped, read by themselves; None if all values are to be read."""
         shape = self.shape
         if self.values is not None or not shape or self.file.maps(self.name):
             return None
@@ -81,16 +81,15 @@ class _Held:
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor of a file, on the CPU. Behaves as a plain tensor; `release()` lets its values go."""
+    """A tensor of a file, on the CPU. Behaves as a plain tensor; `release()` drops its values."""
 
     _held: _Held
-    _own: torch.Tensor | None = None  # the values as this object sees them: `requires_grad` is each one's own
+    _own: torch.Tensor | None = None  # this object's view of the values, with a `requires_grad` of its own
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer from the description where that is enough, else run `func` on the values."""
         with torch._C.DisableTorchFunctionSubclass():
             if args and type(args[0]) is LazyTensor:
                 if args[0]._own is None and func in _ABOUT:
@@ -104,34 +103,32 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """The same for calls that come from C++ code."""
         return _on_values(func, args, kwargs)
 
     def values(self) -> torch.Tensor:
-        """The plain tensor. Raises CorruptError when the file was cut short or rewritten in place."""
+        """The plain tensor. Raises CorruptError when the file was truncated or rewritten in place."""
         found = self._held.get()
         if self._own is None:
             self._own = found.view(self._held.shape)
         return self._own
 
     def release(self) -> None:
-        """Drop the values, and whatever was written to them; the next use reads them again."""
+        """Drop the values, including writes to them; the next use reads them again."""
         self._own = self._held.values = None
 
     @property
     def is_loaded(self) -> bool:
-        """True while the values are held."""
+        """Whether the values are in memory or mapped."""
         return self._held.values is not None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Name, shape, type and state, without reading any value."""
         state = "loaded" if self.is_loaded else "not loaded"
         held = self._held
         return f"LazyTensor({held.name!r}, shape={tuple(held.shape)}, dtype={held.dtype}, {state})"
 
     @property
     def _is_param(self) -> bool:
-        """torch.nn.Parameter marks what it is given of a foreign class; that is when this one becomes its own."""
+        """Set by torch.nn.Parameter on tensors of other classes; setting it turns this object into a parameter."""
         return False
 
     @_is_param.setter
@@ -153,16 +150,12 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | Non
 
 
 def _unwrap_lazy(value: Any) -> Any:
-    """`value` with tensors in place of lazy ones, in whatever torch's functions take."""
+    """`value` with plain tensors instead of lazy ones, also inside lists, tuples and dicts."""
     if type(value) is LazyTensor:
         return value.values()
     if isinstance(value, (list, tuple, dict)):
         return pytree.tree_map_only(LazyTensor, LazyTensor.values, value)
     return value
-
-
-def _detach_lazy(lazy: LazyTensor) -> LazyTensor:
-    return _make_lazy(lazy._held)
 
 
 def _require_grad(lazy: LazyTensor, requires_grad: bool = True) -> LazyTensor:
@@ -183,7 +176,7 @@ def _is_plain_slice(key: slice) -> bool:
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.detach: _detach_lazy,
+    torch.Tensor.detach: lambda lazy: _make_lazy(lazy._held),
     torch.Tensor.requires_grad_: _require_grad,
     torch.Tensor.__getitem__: _index_lazy,
     torch.Tensor.__repr__: LazyTensor.__repr__,
@@ -191,7 +184,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 
 
 def _plain_buffer(_module: torch.nn.Module, _name: str, value: torch.Tensor | None) -> torch.Tensor | None:
-    """A buffer of a module is never lazy: `load_state_dict(assign=True)` gives the module what it maps."""
+    """Replace a lazy buffer by its values, so that `load_state_dict(assign=True)` sets plain tensors."""
     return value.values() if isinstance(value, LazyTensor) else None
 
 
@@ -208,7 +201,7 @@ def _make_lazy(held: _Held) -> LazyTensor:
 
 
 def lazy_tensor(file: LazySource, name: str, shape: Sequence[int], dtype: str) -> LazyTensor:
-    """The tensor `name` of `file`; `dtype` is torch's name. Raises CorruptError for what torch cannot have."""
+    """The tensor `name` of `file`; `dtype` is torch's name. Raises CorruptError for an impossible shape or dtype."""
     try:
         return _make_lazy(_Held(file, name, shape, getattr(torch, dtype)))
     except (RuntimeError, TypeError, AttributeError) as error:

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,16 +41,16 @@ def save(
     compression: str | None = None,
     shuffle: str | None = "bit",
 ) -> None:
-    """Save `obj` into the file `path`, or the object at a URL, whole and durable, or raise and leave what was there.
+    """Save `obj` to the file `path`, or the object at a URL, durably; on an error the previous file stays.
 
-    `obj` is any nesting of dicts, lists, tuples, numbers, strings, bytes, numpy arrays and tensors.
-    `format` is "h5", "dual", "safetensors" or "torch"; without it the suffix of `path` decides. `native_floats` gives
-    bfloat16 in HDF5 files a type whose values every reader shows. `compression` ("zstd", "lz4", "blosc2" or "gzip",
-    HDF5 files only) takes less room and more time, and about twice the room while it is at work; `shuffle` ("bit",
-    "byte" or None) puts like bits or bytes side by side before; with gzip it is bytes. Raises SelectionError naming the
-    place inside `obj` of what cannot be
-    kept, ConfigError for settings that are not known, TargetError where `path` cannot be written, NoSpaceError when the
-    disk is full.
+    `obj` is any nesting of dicts, lists, tuples, numbers, strings, bytes, numpy arrays and tensors. `format` is "h5",
+    "dual", "safetensors" or "torch"; by default the suffix of `path` decides. `native_floats` gives bfloat16 in HDF5
+    files a type whose values every reader shows. `compression`: "zstd", "lz4", "blosc2" or "gzip", for HDF5 files only;
+    it needs about twice the final space while it runs. `shuffle`: "bit", "byte" or None, the filter before the
+    compression; gzip always shuffles bytes.
+
+    Raises SelectionError naming the place inside `obj` of a value that cannot be stored, ConfigError for unknown
+    settings, TargetError when `path` cannot be written, NoSpaceError when the disk is full.
     """
     target = object_target(path)
     known = format_by_suffix(str(target)) if format is None else _object_format(format)
@@ -65,11 +66,14 @@ def save(
             if codec is not None:
                 _save_compressed(obj, stage, native_floats, codec)
             elif plan is not None:
-                _write_plan(stage, plan[0], _object_regions(*plan))
+                layout, leaves = plan
+                pairs = zip(layout.specs, layout.starts, strict=True)
+                regions = (_leaf_regions(start, spec, leaves[spec.name]) for spec, start in pairs)
+                _write_plan(stage, layout, chain.from_iterable(regions))
 
 
 def compress_file(place: Place, compression: str, shuffle: str | None = "bit") -> None:
-    """Replace an HDF5 file of ours by one that holds the same, compressed. Raises what `save` raises."""
+    """Replace an HDF5 file of ours by a compressed one with the same contents. Raises what `save` raises."""
     known = format_by_suffix(str(place)).name
     save(load(place, format=known), place, known, compression=compression, shuffle=shuffle)
 
@@ -82,14 +86,14 @@ def load(
     mapped: bool = True,
     verify: bool = False,
 ) -> Any:
-    """The object in the file `path`. Without `map_location` its tensors are read when they are first used.
+    """The object in the file `path`. Without `map_location` its tensors are read at their first use.
 
     `map_location` gives plain tensors on that device; on the CPU large ones are mapped. `mapped=False` copies values
-    where they would be mapped. `verify` compares digests: of HDF5 files of ours for every tensor that is
-    read, of other files at once, as the manifest beside the file has them, or the checksums in a torch file. `format`
-    is found from the content. Raises
-    CorruptError for a file that is damaged, incomplete or would run code, FileNotFoundError where there is none,
-    ConfigError where there is nothing to verify it with, or for a device that is not here.
+    instead of mapping them. `verify` compares digests: for HDF5 files of ours when a tensor is read, for other files at
+    once, with the manifest beside the file or the checksums in a torch file. `format` is detected from the content.
+
+    Raises CorruptError for a file that is damaged, incomplete or would run code, FileNotFoundError when it is absent,
+    ConfigError when there are no digests to verify with, or for a device that is not available.
     """
     place = open_place(path)
     _refuse_device(map_location)
@@ -111,7 +115,7 @@ def load(
 
 
 def _refuse_device(map_location: str | torch.device | None) -> None:
-    """Raise ConfigError for a device that torch does not have here: no file is to blame for that."""
+    """Raise ConfigError for a device that is not available."""
     try:
         if map_location is not None:
             torch.empty(0, device=torch.device(map_location))
@@ -134,7 +138,7 @@ def _check_listed(source: Readable, place: Place) -> None:
 
 
 def _object_format(name: str) -> TensorFormat:
-    """The format called `name`. Raises ConfigError when there is none that holds objects."""
+    """The format `name`. Raises ConfigError when it is unknown or holds no objects."""
     names = [known.name for known in tensor_formats() if known.serves_objects]
     if name not in names:
         raise ConfigError(f"format {name!r}: one of {', '.join(names)} is expected")
@@ -150,7 +154,7 @@ def _compression_codec(known: TensorFormat, compression: str | None, shuffle: st
 
 
 def _plan_object(obj: Any, known: TensorFormat, native_floats: bool) -> tuple[Layout, dict[str, Leaf]] | None:
-    """The layout of the file and its leaves by name; None where a library lays it out as it writes."""
+    """The layout of the file and its leaves by name; None if a library writes the format."""
     if known.check_object is not None:
         known.check_object(obj)
     if known.lay_out_object is None:
@@ -167,11 +171,6 @@ def _write_plan(stage: Place, layout: Layout, regions: Iterable[Region]) -> None
         write_file(FilePlan(stage.name, layout), regions, stage.store, writer)
 
 
-def _object_regions(layout: Layout, leaves: dict[str, Leaf]) -> Iterator[Region]:
-    for spec, start in zip(layout.specs, layout.starts, strict=True):
-        yield from _leaf_regions(start, spec, leaves[spec.name])
-
-
 def _leaf_regions(start: int, spec: Spec, leaf: Leaf) -> Iterator[Region]:
     if spec.size_bytes and isinstance(leaf.data, torch.Tensor) and is_accelerator(leaf.data.device):
         for piece in host_pieces(_plain_values(leaf.data).reshape(-1)):
@@ -183,7 +182,7 @@ def _leaf_regions(start: int, spec: Spec, leaf: Leaf) -> Iterator[Region]:
 
 
 def _save_compressed(obj: Any, stage: Place, native_floats: bool, codec: Codec) -> None:
-    """Compress into a file without a name, beside the target where that is a file, then write the target from it."""
+    """Compress into an unnamed spool file, beside the target on a disk, then write the target from it."""
     root, leaves = flatten(obj, cerebras.DTYPES)
     specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
     arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
@@ -209,7 +208,7 @@ def _packed_regions(
 
 
 def _leaf_memory(leaf: Leaf) -> tuple[int, Any]:
-    """The address of the values of `leaf`, one after the other, and the object that owns the memory."""
+    """The address of the contiguous values of `leaf`, and the object that owns the memory."""
     if leaf.is_array:
         array = np.ascontiguousarray(leaf.data)
         return array.ctypes.data, array
@@ -250,7 +249,7 @@ def _restore_object(file: IndexedFile, device: torch.device | None) -> Any:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection: its walks through 20,000 new tensors take longer than making them, and find nothing."""
+    """Disable the cyclic garbage collector: scanning 20,000 new tensors costs more than creating them."""
     collecting = gc.isenabled()
     gc.disable()
     try:

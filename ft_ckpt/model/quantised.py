@@ -1,6 +1,6 @@
-"""Quantised bases of adapters: their dequantised weights, and a check that the model stays as it was.
+"""Quantised bases of adapters: their dequantised weights, and models on mapped files to merge adapters into.
 
-Of bitsandbytes' 4-bit and 8-bit layers. The live layers are read, and never dequantised in place.
+For bitsandbytes' 4-bit and 8-bit layers. The live layers are read and never dequantised in place.
 """
 
 import copy
@@ -31,7 +31,7 @@ from ft_ckpt.storage.local_store import LocalStore
 
 _KINDS = ("Params4bit", "Int8Params")
 _COMPARED = 8  # layers, spread over the model
-_ALIKE = 0.99  # of a layer's codes: other kernels round some the other way; a fine-tuned model has many others
+_EQUAL_SHARE = 0.99  # of a layer's codes: kernels round some differently; a fine-tuned model differs in many
 
 
 def has_quantised_base(model: nn.Module) -> bool:
@@ -44,10 +44,10 @@ def has_quantised_base(model: nn.Module) -> bool:
 
 
 class QuantisedBase:
-    """The live base of a model's adapters: its quantised layers by the names that their weights have in the base."""
+    """The live base of a model's adapters, with its quantised layers by the names of their weights in the base."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises SelectionError for a model that this rank does not hold whole, and for other ways to quantise."""
+        """Raises SelectionError for a model that is sharded over ranks, or quantised by another library."""
         sources = ModelTensors(model).sources()
         held = {source.name: source.sharding for source in sources.values()}
         cut = [name for name, sharding in held.items() if sharding.is_sharded or not sharding.is_replicated]
@@ -67,16 +67,16 @@ class QuantisedBase:
             )
 
     def plain_config(self) -> Any:
-        """The live model's config without what says that it is quantised."""
+        """The live model's config without its quantisation settings."""
         config = copy.deepcopy(self.module.config)
         vars(config).pop("quantization_config", None)
         return config
 
     def dequantised(self, *, in_memory: bool) -> nn.Module:
-        """A model of its own with what the weights stand for: computed when they are read, or now if `in_memory`."""
+        """A new model with the dequantised weights: computed when they are read, or now if `in_memory`."""
         with without_memory():
             made: Any = user_class(type(self.module))(self.plain_config())
-        held: dict[int, Any] = {}  # what is tied stays so
+        held: dict[int, Any] = {}  # keeps ties
         for name, tensor in self.tensors.items():
             empty = tensor_at(made, name)
             if empty is not None and id(tensor) not in held:
@@ -95,9 +95,9 @@ class QuantisedBase:
         return nn.Parameter(full, requires_grad=False) if isinstance(live, nn.Parameter) else full
 
     def refuse_other(self, plain: nn.Module, place: str) -> None:
-        """Raise BaseMismatchError naming layers that are not what quantising those of `plain` gives; some are compared.
+        """Raise BaseMismatchError naming layers that are not the quantised layers of `plain`; a few are compared.
 
-        `place` is where `plain` comes from.
+        `place` is the origin of `plain`.
         """
         known = ModelTensors(plain).sources()
         names = list(self.layers)
@@ -129,7 +129,7 @@ def _dequantised_weight(layer: Any, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def _is_quantised_from(layer: Any, full: Tensor) -> bool:
-    """Whether quantising `full` as the layer was gives its codes, nearly all of them."""
+    """Whether quantising `full` like the layer gives nearly all of its codes."""
     from bitsandbytes import functional
 
     weight = layer.weight
@@ -139,20 +139,20 @@ def _is_quantised_from(layer: Any, full: Tensor) -> bool:
             return False
         given = full.to(weight.device, state.dtype)
         codes = functional.quantize_4bit(given, blocksize=state.blocksize, quant_type=state.quant_type)[0]
-        return _share_alike(_halves(weight.data), _halves(codes)) >= _ALIKE
+        return _equal_share(_halves(weight.data), _halves(codes)) >= _EQUAL_SHARE
     if tuple(full.shape) != tuple(weight.shape):
         return False
     codes = functional.int8_vectorwise_quant(full.to(weight.device, torch.float16))[0]
-    return _share_alike(weight.data, codes) >= _ALIKE
+    return _equal_share(weight.data, codes) >= _EQUAL_SHARE
 
 
 def _halves(packed: Tensor) -> Tensor:
-    """The codes, two of which are in a byte."""
+    """The 4-bit codes, of which a byte holds two."""
     flat = packed.view(torch.uint8).flatten()
     return torch.cat([flat >> 4, flat & 15])
 
 
-def _share_alike(one: Tensor, other: Tensor) -> float:
+def _equal_share(one: Tensor, other: Tensor) -> float:
     return float((one == other).float().mean())
 
 
@@ -164,18 +164,18 @@ def _scales_of(layer: Any) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class FileModel:
-    """A model in eval mode, and what of its files it has no place for."""
+    """A model in eval mode, and the names of stored tensors that it has no place for."""
 
     model: Any
     left: tuple[str, ...]
 
 
 def model_on_files(folder: Path, file: TensorFile, *, in_memory: bool = False) -> FileModel:
-    """The model of the config in `folder` on the tensors of `file`, under the names that transformers reads them by.
+    """The model of the config in `folder` on the tensors of `file`, under the names that transformers reads.
 
-    What transformers keeps otherwise in memory, as experts that are fused, is computed whenever it is read; with
-    `in_memory` once, so that the model can run. Raises LoadError for a class that transformers does not have, and
-    naming tensors that are missing or of another shape.
+    Tensors that transformers converts, such as fused experts, are computed at each read; with `in_memory` once, so that
+    the model can run. Raises LoadError for a class that transformers does not have, and naming tensors that are missing
+    or have another shape.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     name = str((getattr(config, "architectures", None) or [""])[0])
@@ -201,7 +201,7 @@ def model_on_files(folder: Path, file: TensorFile, *, in_memory: bool = False) -
 
 
 def dequantised_model(folder: Path) -> FileModel:
-    """The quantised model in `folder` with ordinary weights, in memory. Raises LoadError where it cannot be had."""
+    """The quantised model in `folder` with dequantised weights in memory. Raises LoadError if that fails."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     cls = model_class(str((getattr(config, "architectures", None) or [""])[0])) or AutoModel
     try:
@@ -222,14 +222,14 @@ def is_quantised_folder(folder: Path) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _FileOrigin:
-    """Stored tensors that become a tensor of the model, or several together."""
+    """Stored tensors that become one or several tensors of the model."""
 
     target: str  # the first of the model's names
     stored: tuple[tuple[str, str], ...]  # (pattern of the converter, name in the file)
-    converter: WeightConverter | None  # None: it is the one stored tensor as it is
+    converter: WeightConverter | None  # None: one stored tensor, unchanged
 
     def convert(self, model: Any, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The model's tensors by name, from what `read` gives for the stored ones."""
+        """The model's tensors by name; `read` returns a stored tensor."""
         if self.converter is None:
             return {self.target: read(self.stored[0][1])}
         one = copy.deepcopy(self.converter)
@@ -240,7 +240,7 @@ class _FileOrigin:
 
 
 def _find_places(model: Any, file: TensorFile) -> tuple[list[_FileOrigin], list[str]]:
-    """Where the tensors of `file` go in the model, as transformers renames and converts them; and the rest's names."""
+    """The origins of the model's tensors in `file`, as transformers renames and converts them; and names left over."""
     transforms = get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
@@ -250,19 +250,19 @@ def _find_places(model: Any, file: TensorFile) -> tuple[list[_FileOrigin], list[
     left = []
     for name in sorted(file.specs, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, own)
-        if target not in own and name in own:  # as transformers does: it should not have been renamed
+        if target not in own and name in own:  # as in transformers: it should not have been renamed
             target, pattern = rename_source_key(name, [], [], prefix, own)
         if target in own:
             places.setdefault(target, []).append((pattern or "", name))
         else:
             left.append(name)
-    model._weight_conversions = [one for one in transforms if one.was_used()]  # what saving reverts
+    model._weight_conversions = [one for one in transforms if one.was_used()]  # reverted by a save
     found = [_FileOrigin(target, tuple(some), by_pattern.get(some[0][0])) for target, some in places.items()]
     return found, left
 
 
 def _fill_place(model: Any, place: _FileOrigin, file: TensorFile, in_memory: bool) -> list[str]:
-    """Put mapped tensors, or stand-ins for computed ones, into the model; what does not fit."""
+    """Put mapped tensors, or stand-ins for computed ones, into the model; return those that do not fit."""
 
     def read_target(target: str) -> Tensor:
         return place.convert(model, lambda name: file.read(name).view(file.specs[name].shape))[target]
@@ -285,7 +285,7 @@ def _empty_like(spec: Spec) -> Tensor:
 
 
 def _tie_missing(model: Any) -> None:
-    """Tie what the class declares tied and the files hold once."""
+    """Tie tensors that the class declares tied and the files store once."""
     for alias, main in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         here, there = tensor_at(model, alias), tensor_at(model, main)
         for name, tensor, other in ((alias, here, there), (main, there, here)):

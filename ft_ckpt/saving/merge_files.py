@@ -1,6 +1,6 @@
 """Merged saves: stored or live adapters merged into their base, layer by layer.
 
-The base is a model on its mapped files, PEFT puts the adapters onto it, and the rest is the road of any merged save.
+The base is a model on its mapped files and PEFT attaches the adapters to it; then it is saved like any merged model.
 """
 
 import copy
@@ -53,27 +53,27 @@ _CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True)
 class StoredAdapters:
-    """Adapters of one base that lie in one folder."""
+    """Adapters of one base in one folder."""
 
     held: OpenCheckpoint
-    records: tuple[PartRecord, ...]  # of those that are chosen
+    records: tuple[PartRecord, ...]  # of the chosen adapters
 
     @property
     def base_place(self) -> Place:
-        """Where their base is, if it lies beside them, in the same checkpoint."""
+        """The place of their base if it is in the same checkpoint."""
         first = self.records[0]
         return Place(self.held.origin, first.path.removesuffix(f"adapters/{first.adapter}").rstrip("/"))
 
     @property
     def has_base(self) -> bool:
-        """Whether their base lies beside them."""
+        """Whether their base is in the same checkpoint."""
         return self.base_place.folder.stat("config.json") is not None
 
 
 def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -> StoredAdapters:
-    """The adapters `names` at `place`, or those that were active, held open until the stack ends.
+    """The adapters `names` at `place`, or the active ones, open until the stack ends.
 
-    Raises LoadError where there are none, SelectionError for names that are not there and where a choice is left.
+    Raises LoadError without adapters, SelectionError for unknown names and for an ambiguous choice.
     """
     found = checkpoint_around(place)
     if found is not None:
@@ -88,7 +88,7 @@ def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -
 
 
 def choose_merge(stored: StoredAdapters, weights: Sequence[float] | None) -> MergeChoice | None:
-    """What to merge: the stored adapters, by their weights if they have any. Raises ConfigError for their number."""
+    """The choice of the stored adapters with their weights, if given. Raises SelectionError for another number."""
     names = [str(record.adapter) for record in stored.records]
     if weights is None:
         return merge_choice(names)
@@ -98,9 +98,9 @@ def choose_merge(stored: StoredAdapters, weights: Sequence[float] | None) -> Mer
 
 
 def find_base(stored: StoredAdapters, given: Any) -> Place:
-    """The folder of the base: `given`, the one beside the adapters, or the one they name.
+    """The folder of the base: `given`, the one in the same checkpoint, or the one that the adapters name.
 
-    Raises LoadError if there is none, and if the adapters name several.
+    Raises LoadError if there is none, or if the adapters name several.
     """
     if given is not None:
         return open_place(given) if (found := _base_folder(given, None)) is None else found
@@ -124,7 +124,7 @@ def find_base(stored: StoredAdapters, given: Any) -> Place:
 
 
 def _base_folder(name: str | os.PathLike[str] | Place, revision: str | None) -> Place | None:
-    """A folder of this machine, or of the Hub's cache on it."""
+    """The folder `name`, or its folder in the Hub's cache on this machine."""
     place = open_place(name)
     if place.is_folder:
         return place
@@ -140,7 +140,7 @@ def _own_records(manifest: Manifest, below: str) -> Iterator[PartRecord]:
 
 
 def _foreign_records(store: Store) -> Iterator[PartRecord]:
-    """The adapters in a folder of PEFT's: "default" in it, others in folders of their names."""
+    """The adapters in a folder of PEFT: "default" in it, others in folders of their names."""
     if store.stat(_CONFIG) is not None:
         yield _foreign_record(store, "", "default")
     for name in sorted(folder.name for folder in store.list_folder().folders):
@@ -183,7 +183,7 @@ def _chosen_records(path: Place, known: Sequence[PartRecord], names: Sequence[st
 _TOKENIZER = re.compile(
     r"tokenizer|special_tokens|added_tokens|vocab\.|merges\.txt|spiece|chat_template|processor_config"
 )
-# Made anew, of the base alone, or of the adapters.
+# Rewritten, or belonging only to the base or to the adapters.
 _NOT_TAKEN = re.compile(r"(config|generation_config|adapter_config)\.json$|README\.md$|(adapters|state)/|.*\.py$")
 
 
@@ -205,20 +205,21 @@ def merge(
 ) -> ConvertReport:
     """Write the base of an adapter with the adapter merged into it to the folder `dst`; all or nothing, durably.
 
-    `adapter` is a folder of PEFT's or a checkpoint of ours, which may hold several: those that were active are merged,
-    or those named in `adapters`, each times its number in `weights`, where these are given. `base` is the folder of the
-    base model; by default it is the one beside the adapters in their checkpoint, or the one that the adapter names, if
-    that is a folder here or in the Hub's cache. Samples of the base that the adapter's manifest has are compared,
-    unless `check_base` is off. Layers are merged in float32 and rounded once to the base's type, or to `dtype`; the
-    base is mapped, one layer at a time is in memory. A base that is quantised is refused, or with `dequantize`
-    merged as what it stands for, in memory. Companions are the base's, the tokenizer is the adapter's if it has one.
-    `check`="logits", or a batch, runs both models before the folder is committed, for which fused experts come into
-    memory. The manifest says what the model was made from. Checkpoints of ours are compared with their digests as they
-    are read. `overwrite` is that of `convert`.
+    `adapter`: a folder of PEFT or a checkpoint of ours, with one or several adapters. The active ones are merged, or
+    those named in `adapters`, each multiplied by its number in `weights`, if given. `base`: the folder of the base
+    model; by default the one in the same checkpoint, or the one that the adapter names, if that is a folder on this
+    machine or in the Hub's cache. It is compared with the samples in the adapter's manifest unless `check_base` is
+    False. `dequantize`: merge into the dequantised weights of a quantised base, in memory; it is refused otherwise.
+    `check`="logits", or a batch, runs both models before the folder is committed; fused experts are then in memory.
+    `overwrite` as in `convert`.
 
-    Raises SelectionError naming all that cannot be merged, LoadError if there is no base, if the adapters name several,
-    if an adapter's settings or tensors do not fit it, or if initialising the adapter changed it in a way that cannot be
-    repeated, BaseMismatchError for another base, IncompleteError for NaN; for files as `convert` does.
+    Layers are merged in float32 and rounded once to the base's type, or to `dtype`. The base is mapped, and one layer
+    at a time is in memory. Sidecar files are the base's; the tokenizer is the adapter's if it has one. The manifest
+    names the sources. Checkpoints of ours are compared with their digests as they are read.
+
+    Raises SelectionError naming all that cannot be merged; LoadError if there is no base, if the adapters name several,
+    if settings or tensors of an adapter do not fit it, or if its initialisation changed the base in a way that cannot
+    be repeated; BaseMismatchError for another base; IncompleteError for NaN; for files as `convert` does.
     """
     begun = time.monotonic()
     options = convert_options(
@@ -250,7 +251,7 @@ def merge(
 
 
 def _save_merged(model: Any, options: ConvertOptions, given: Mapping[str, Any], begun: float) -> Any:
-    """Save by this process alone, whatever group it is in."""
+    """Save by this process alone, even inside a process group."""
     settings = {"dtype": options.dtype or "as_is", "format": options.format.name}
     config = make_config(None, {**settings, "max_shard_size": options.max_shard_bytes, "overwrite": options.overwrite})
     own: dict[str, Any] = {"adapter_only": False, "step": None, "metrics": {}, "tokenizer": None}
@@ -260,9 +261,9 @@ def _save_merged(model: Any, options: ConvertOptions, given: Mapping[str, Any], 
 
 
 def base_on_files(place: Place, found: Place, *, dequantize: bool, in_memory: bool) -> FileModel:
-    """The base on its files, `in_memory` one that can run; `found` is what people call the `place`.
+    """The base on its mapped files, able to run if `in_memory`; `found` is the name of `place` in messages.
 
-    Raises LoadError for what is no model, and for one that is quantised unless told to `dequantize`.
+    Raises LoadError if there is no model, and for a quantised one without `dequantize`.
     """
     names, _ = weight_files(place.folder, "model")
     if not names or place.folder.stat("config.json") is None:
@@ -289,7 +290,7 @@ def _open_mapped(store: Store, name: str) -> TensorFile:
 
 
 def _companion_files(opened: TensorFile, stored: StoredAdapters) -> dict[str, bytes]:
-    """Files that go along: the base's, with the adapter's tokenizer if there is one."""
+    """The sidecar files of the base, with the adapter's tokenizer if it has one."""
     taken: dict[str, Store] = {}
     if isinstance(opened, WeightsFolder):
         taken = {one.name: opened.store for one in opened.companions()[0] if not _NOT_TAKEN.match(one.name)}
@@ -298,23 +299,22 @@ def _companion_files(opened: TensorFile, stored: StoredAdapters) -> dict[str, by
     if any("tokenizer" in name for name in own):
         taken = {name: there for name, there in taken.items() if not _TOKENIZER.search(name)}
         taken |= dict.fromkeys(own, store)
-    return {name: _read_companion(there, name) for name, there in taken.items()}
-
-
-def _read_companion(store: Store, name: str) -> bytes:
-    with closing(store.open(name)) as file:
-        return read_range(file, 0, file.size_bytes)
+    contents: dict[str, bytes] = {}
+    for name, there in taken.items():
+        with closing(there.open(name)) as file:
+            contents[name] = read_range(file, 0, file.size_bytes)
+    return contents
 
 
 def onto_plain_base(
     model: nn.Module, base: str | Path | None, *, dequantize: bool, in_memory: bool, stack: ExitStack
 ) -> nn.Module:
-    """The adapters of `model` on the model in the folder `base`, or on what the quantised weights stand for.
+    """The adapters of `model` on the model in the folder `base`, or on the dequantised weights.
 
-    Without a `base` it is the one that the adapters name. It lasts until the stack ends; `in_memory` it can run. Each
-    rank makes its own, and the live model is not changed. Raises LoadError where there is no base, BaseMismatchError
-    for one that this was not quantised from, CorruptError for a damaged one, SelectionError for a model that is cut
-    over ranks.
+    `base` is by default the one that the adapters name. The model is valid until the stack ends, and can run if
+    `in_memory`. Each rank makes its own; the live model is not changed. Raises LoadError without a base,
+    BaseMismatchError for a base that this was not quantised from, CorruptError for a damaged one, SelectionError for a
+    model that is sharded over ranks.
     """
     live = QuantisedBase(model)
     stored = _store_adapters(unwrap(model), stack)
@@ -325,7 +325,7 @@ def onto_plain_base(
         place = stack.enter_context(hold_open(found))
         plain = base_on_files(place, found, dequantize=False, in_memory=in_memory).model
         live.refuse_other(plain, str(found))
-        prove_sources()  # here: another thread or rank may commit
+        prove_sources()  # now, because another thread or rank may commit
     made: Any = attach_adapters(plain, stored.held, stored.records, check_base=not dequantize)[0]
     inside = made.get_base_model()
     inside.config, inside.name_or_path = live.plain_config(), live.module.name_or_path
@@ -334,7 +334,7 @@ def onto_plain_base(
 
 
 def _store_adapters(model: Any, stack: ExitStack) -> StoredAdapters:
-    """All adapters of the model, stored in a scratch folder by this process alone, whatever group it is in."""
+    """All adapters of the model, saved to a scratch folder by this process alone."""
     target, config = Place(stack.enter_context(temporary_store()), "adapters"), make_config(None, {})
     own: dict[str, Any] = {"adapter_only": True, "step": None, "metrics": {}, "tokenizer": None}
     request: SaveRequest = request_of(config, model, target, **own)
@@ -344,7 +344,7 @@ def _store_adapters(model: Any, stack: ExitStack) -> StoredAdapters:
 
 @dataclass(frozen=True)
 class MergeRequest:
-    """What a save was asked to merge, into what, and what to check it by."""
+    """The arguments `merged`, `base`, `dequantize` and `check` of a save."""
 
     merged: Merged = False
     base: str | Path | None = None
@@ -355,10 +355,10 @@ class MergeRequest:
 def ask_merged(
     model: nn.Module, asked: MergeRequest, others: Mapping[str, Any], stack: ExitStack
 ) -> Callable[[], dict[str, Any]]:
-    """Fields of a save's request: the model, what to merge, and what to check it by, computed here and now.
+    """Compute the fields `model`, `merged` and `check` of a save's request; the returned function gives them.
 
-    What is made for it lasts until the stack ends. Call on every rank; what is wrong is raised by the function that
-    comes back. `others` are what else the save was told, by name.
+    They are valid until the stack ends. Call on every rank; errors are raised by the returned function. `others`: the
+    arguments of the save that exclude a merge, by name.
     """
 
     def made() -> dict[str, Any]:
@@ -366,8 +366,6 @@ def ask_merged(
         if choice is not None:
             _refuse_beside(asked.merged, others)
         if is_plain_merge(model, asked):
-            # here: it needs PEFT, which is slow to import
-
             runs = asked.check is not None
             merges = onto_plain_base(model, asked.base, dequantize=asked.dequantize, in_memory=runs, stack=stack)
         elif asked.base is not None or asked.dequantize:
@@ -387,7 +385,7 @@ def ask_merged(
 
 
 def is_plain_merge(model: nn.Module, asked: MergeRequest) -> bool:
-    """Whether adapters on a quantised base are to be merged, into ordinary weights that are not the live ones."""
+    """Whether adapters on a quantised base are to be merged into other, unquantised weights."""
     return asked.merged is not False and has_quantised_base(model)
 
 
