@@ -17,12 +17,12 @@ _COUNTS = ("last", "every_steps", *_PERIODS)
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """What to keep: whatever any rule asks for. Without a rule everything stays.
+    """Which checkpoints to keep: those that any rule selects. Without a rule all are kept.
 
     `last`: the newest n. `every_steps`: each whose step is a multiple. `best`: the best by a metric, as
-    ("eval_loss", "min") or ("accuracy", "max", 3), or several such; of equals the first. `hourly`, `daily`, `weekly`:
-    the newest of each of the last n hours, days or weeks (UTC, ISO weeks) that have one. `state`: rules of its own for
-    the training state; a checkpoint that only the outer rules keep loses its state.
+    ("eval_loss", "min") or ("accuracy", "max", 3), or several such; the first of equal ones. `hourly`, `daily`,
+    `weekly`: the newest of each of the last n hours, days or weeks (UTC, ISO weeks) that have one. `state`: separate
+    rules for the training state; a checkpoint that only the outer rules keep loses its state.
 
     Raises ConfigError naming every invalid rule.
     """
@@ -54,7 +54,7 @@ class Keep:
 
     @property
     def has_rules(self) -> bool:
-        """Whether anything about weights is asked for; without, all of them stay."""
+        """Whether there is a rule for weights; otherwise all are kept."""
         return bool(self._best_rules) or any(getattr(self, name) is not None for name in _COUNTS)
 
     @property
@@ -67,18 +67,18 @@ class Keep:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldCheckpoint:
-    """One checkpoint of a run, as far as the rules need to know it."""
+    """The properties of one checkpoint that the rules use."""
 
     path: Path | str  # or its URL
     step: int | None
     created: float  # unix seconds
     metrics: Mapping[str, float] = field(default_factory=dict)
-    guards: tuple[str, ...] = ()  # why it stays as it is whatever the rules say: pinned, in use, ...
+    guards: tuple[str, ...] = ()  # reasons to keep it regardless of the rules: pinned, in use, ...
     valid: bool = True
     has_state: bool = False
     has_weights: bool = True
     run_id: str | None = None
-    is_export: bool = False  # weights saved beside a run's checkpoints, or an average: no rule is asked about it
+    is_export: bool = False  # weights saved beside a run's checkpoints, or an average: exempt from the rules
     number: int = 0  # orders those without a step
 
 
@@ -92,12 +92,12 @@ class PrunePlan:
 
 
 def plan_pruning(held: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None = None) -> PrunePlan:
-    """Apply `keep` to the checkpoints `held`: to that run's with `run_id`, else to each run's by themselves.
+    """Apply `keep` to the checkpoints `held`: to those of the run `run_id` if given, else to each run separately.
 
-    The others stay: exports, and those of no run unless there are no runs. Of each run never dropped, and never
-    stripped: the newest valid one, the newest valid one with a training state, and those with guards. One that is not
-    valid takes no place of another's: the rules are asked with it and without it, and either answer keeps. Nothing of
-    a run goes while none of it is valid.
+    Other checkpoints are kept: exports, and those without a run unless there are no runs. Of each run these are never
+    dropped or stripped: the newest valid one, the newest valid one with a training state, and those with guards. An
+    invalid one does not displace a valid one: the rules are applied with and without it, and either result keeps a
+    checkpoint. Nothing of a run is dropped while none of it is valid.
     """
     oldest_first = sorted(held, key=_age_key)
     runs = _judged_runs(oldest_first, run_id)
@@ -105,14 +105,14 @@ def plan_pruning(held: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None 
     asked = {path: why for ours in runs for path, why in _chosen_by_rules(ours, keep).items()}
     stays = {each.path: (*firm[each.path], *asked.get(each.path, ())) for each in oldest_first}
     bare = sorted((each for ours in runs for each in _losing_state(ours, keep, firm)), key=_age_key)
-    alone = {each.path for each in bare if not each.has_weights}  # nothing would be left of it
+    alone = {each.path for each in bare if not each.has_weights}  # nothing would be left of them
     kept = {path: why for path, why in stays.items() if why and path not in alone}
     drop = tuple(path for path in stays if path not in kept)
     return PrunePlan(kept, drop, tuple(each.path for each in bare if each.path in kept))
 
 
 def _judged_runs(held: Sequence[HeldCheckpoint], run_id: str | None) -> list[list[HeldCheckpoint]]:
-    """The checkpoints that rules are asked about, those of a run together."""
+    """The checkpoints that the rules apply to, grouped by run."""
     asked = [each for each in held if not each.is_export]
     named = sorted({each.run_id for each in asked if each.run_id is not None})
     wanted: Sequence[str | None] = [run_id] if run_id is not None else named or [None]
@@ -120,7 +120,7 @@ def _judged_runs(held: Sequence[HeldCheckpoint], run_id: str | None) -> list[lis
 
 
 def newest_valid(held: Iterable[HeldCheckpoint]) -> dict[Path | str, str]:
-    """The newest valid checkpoint, and the newest valid one with a training state: path to why it matters."""
+    """The newest valid checkpoint and the newest valid one with a training state, with the reason by path."""
     whole = sorted((each for each in held if each.valid), key=_age_key)
     found = {each.path: "newest valid with state" for each in [one for one in whole if one.has_state][-1:]}
     return found | {each.path: "newest valid" for each in whole[-1:]}
@@ -134,7 +134,7 @@ def _age_key(each: HeldCheckpoint) -> tuple[int, int, float, str]:
 def _firm_reasons(
     held: Sequence[HeldCheckpoint], runs: Sequence[Sequence[HeldCheckpoint]]
 ) -> dict[Path | str, tuple[str, ...]]:
-    """For each checkpoint the reasons that no rule can overcome; `runs` are those that rules are asked about."""
+    """The reasons to keep each checkpoint regardless of the rules; `runs`: the checkpoints that rules apply to."""
     reasons = {each.path: each.guards for each in held}
     judged = {each.path for ours in runs for each in ours}
     for each in held:
@@ -160,7 +160,7 @@ def _losing_state(
 
 
 def _chosen_by_rules(held: Sequence[HeldCheckpoint], keep: Keep) -> dict[Path | str, tuple[str, ...]]:
-    """The checkpoints of `held` that a rule asks for, each with those rules, oldest first."""
+    """The checkpoints of `held` that a rule selects, each with those rules, oldest first."""
     if not keep.has_rules:
         return {each.path: ("no rule drops it",) for each in held}
     found: dict[Path | str, list[str]] = {}
@@ -181,7 +181,8 @@ def _asked_by_rules(held: Sequence[HeldCheckpoint], keep: Keep) -> Iterator[tupl
         yield from ((each, f"best {metric}") for each in _best_first(held, metric, mode)[:count])
     for name, pattern in _PERIODS.items():
         last_of = {
-            _period_name(each, pattern): each for each in sorted(held, key=lambda each: (each.created, _age_key(each)))
+            datetime.fromtimestamp(each.created, timezone.utc).strftime(pattern): each
+            for each in sorted(held, key=lambda each: (each.created, _age_key(each)))
         }
         yield from ((last_of[period], f"{name}: {period}") for period in _last_of(list(last_of), getattr(keep, name)))
 
@@ -191,13 +192,9 @@ def _last_of(items: Sequence[_T], count: int | None) -> Sequence[_T]:
 
 
 def _best_first(held: Sequence[HeldCheckpoint], metric: str, mode: str) -> list[HeldCheckpoint]:
-    """The checkpoints that have a number for `metric`, the best first; of equals the first."""
+    """The checkpoints that have a number for `metric`, the best first; of equal ones the oldest."""
     known = [each for each in held if not math.isnan(each.metrics.get(metric, math.nan))]
     return sorted(known, key=lambda each: each.metrics[metric] if mode == "min" else -each.metrics[metric])
-
-
-def _period_name(each: HeldCheckpoint, pattern: str) -> str:
-    return datetime.fromtimestamp(each.created, timezone.utc).strftime(pattern)
 
 
 def _is_count(value: object) -> bool:

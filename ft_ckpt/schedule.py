@@ -1,8 +1,8 @@
 """When to save: schedules, the optimal interval, the log of saves. Pure functions of a `History`.
 
-Two kinds of reasons, for ranks must save together or not at all. `own_reason` depends on what every rank knows (step,
-epochs, metrics they share), so each may act on its own answer. `shared_reason` depends on clocks and signals, which
-differ: ranks compare their answers at steps all of them know in advance (`next_poll`), and one "yes" is everyone's.
+Ranks must save together or not at all. `own_reason` depends on values that all ranks share (step, epochs, agreed
+metrics), so each rank acts on its own answer. `shared_reason` depends on clocks and signals, which differ: ranks
+exchange their answers at steps known in advance (`next_poll`), and the reason of one rank holds for all.
 """
 
 import math
@@ -26,11 +26,11 @@ _UNITS = {
 
 
 def optimal_interval(save_seconds: float, mtbf_seconds: float, order: str = "daly") -> float:
-    """Seconds of work between the end of a save and the start of the next that make the expected loss smallest.
+    """Seconds of work between the end of a save and the start of the next that minimise the expected loss.
 
-    `order` "young" is the first-order answer, sqrt(2 C M): halves lost to failures and to saving are equal. "daly"
-    goes on from it and stays good while C is not far below M; when a save takes 2 M or longer it is M.
-    Raises ConfigError when a time is not above 0 or `order` is neither.
+    `order` "young" is the first-order result sqrt(2 C M), with C the save time and M the time between failures. "daly"
+    adds higher orders, which matter when C is not far below M; for C >= 2 M it is M. Raises ConfigError when a time is
+    not above 0 or for another `order`.
     """
     if not (save_seconds > 0 and mtbf_seconds > 0):
         raise ConfigError(f"save time {save_seconds} s, time between failures {mtbf_seconds} s: both must be above 0")
@@ -53,10 +53,10 @@ def bounded_interval(save_seconds: float, max_overhead: float) -> float:
 def expected_overhead(
     interval_seconds: float, save_seconds: float, mtbf_seconds: float, restart_seconds: float = 0.0
 ) -> float:
-    """Time spent on saving, on repeated work and on restarts, as a multiple of the time spent on work that lasts.
+    """Time spent on saving, repeated work and restarts, as a multiple of the time of useful work.
 
-    Exact for failures that come at a constant rate, also during saves and restarts; infinite when the run would in
-    practice never get from one checkpoint to the next. `mtbf_seconds` may be infinite.
+    Exact for failures at a constant rate, also during saves and restarts; infinite when the run would in practice never
+    reach the next checkpoint. `mtbf_seconds` may be infinite.
     """
     if math.isinf(mtbf_seconds):
         return save_seconds / interval_seconds
@@ -85,24 +85,24 @@ def parse_seconds(duration: float | timedelta | str) -> float:
     raise ConfigError(f"{duration!r} is not a duration; write seconds as a number, or text such as '90s', '24h', '7d'")
 
 
-_MOST = 500  # entries: at more, every second one of the older half goes
+_MOST = 500  # entries; beyond it, every second one of the older half is dropped
 
 
 @dataclass(frozen=True)
 class LoggedSave:
-    """One save of a run's state. Its times are None while it is on its way, and where the run went on from it."""
+    """One save of a run's state. Its times are None until it is committed, and after a resume from it."""
 
     step: int
-    saved_at: float  # unix seconds, when it was asked for
-    reason: str | None  # of the schedule; None for the script's own
+    saved_at: float  # unix seconds, of the call
+    reason: str | None  # of the schedule; None if the script asked for it
     metrics: Mapping[str, float] = field(default_factory=dict)
-    stall_seconds: float | None = None  # for which the call kept training waiting
+    stall_seconds: float | None = None  # time that training waited
     seconds: float | None = None  # until the commit
     size_bytes: int | None = None  # of all files
 
 
 def append_save(log: Sequence[LoggedSave], entry: LoggedSave) -> tuple[LoggedSave, ...]:
-    """The log with one more entry; a long one is thinned out at its older end."""
+    """The log with one more entry; a long log is thinned out at its older end."""
     log = (*(each for each in log if each.step != entry.step), entry)
     if len(log) <= _MOST:
         return log
@@ -111,7 +111,7 @@ def append_save(log: Sequence[LoggedSave], entry: LoggedSave) -> tuple[LoggedSav
 
 
 def finish_last(log: Sequence[LoggedSave], seconds: float, size_bytes: int) -> tuple[LoggedSave, ...]:
-    """The log once the last save, in the background, is committed."""
+    """The log after the commit of the last save, in the background."""
     return (*log[:-1], *(replace(each, seconds=seconds, size_bytes=size_bytes) for each in log[-1:]))
 
 
@@ -121,7 +121,7 @@ def log_to_json(log: Sequence[LoggedSave]) -> list[dict[str, Any]]:
 
 
 def log_from_json(document: Any) -> tuple[LoggedSave, ...]:
-    """What `log_to_json` gave. Raises LoadError when it did not give that."""
+    """The log from the result of `log_to_json`. Raises LoadError for another document."""
     try:
         return tuple(_entry_from_json(each) for each in document)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -144,14 +144,22 @@ def _as_json(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU")  # what asks a process to end
-ROUTINE = ("steps", "epochs", "best", "minutes", "optimum")  # reasons after which a run means to go on
+SIGNALS = (
+    "SIGTERM",
+    "SIGINT",
+    "SIGUSR1",
+    "SIGUSR2",
+    "SIGHUP",
+    "SIGQUIT",
+    "SIGXCPU",
+)  # signals that ask a process to end
+ROUTINE = ("steps", "epochs", "best", "minutes", "optimum")  # reasons after which a run continues
 DEADLINE_VARIABLE = "SLURM_JOB_END_TIME"  # unix seconds, set by Slurm in the environment of a job
 
-_POLL_SECONDS = 1.0  # a signal is heard of about this soon
-_POLL_SHARE = 0.005  # of the time, which asking each other may take
-_MOST_STEPS_UNASKED = 100  # so that a run whose steps suddenly take long is still heard
-_FIRST_SAVE_SECONDS = 1.0  # assumed until a save was measured: the first comes early, since it is what measures
+_POLL_SECONDS = 1.0  # latency of a signal
+_POLL_SHARE = 0.005  # largest fraction of the time for polls
+_MOST_STEPS_UNASKED = 100  # bounds the latency if steps suddenly take long
+_FIRST_SAVE_SECONDS = 1.0  # assumed until a save is measured; short, so that the first save comes early
 _UNMEASURED_MARGIN_SECONDS = 300.0
 _LEAST_MARGIN_SECONDS = 60.0
 _STEP_WEIGHT, _SAVE_WEIGHT = 0.1, 0.3  # of the newest measurement in the running mean
@@ -159,9 +167,9 @@ _STEP_WEIGHT, _SAVE_WEIGHT = 0.1, 0.3  # of the newest measurement in the runnin
 
 @dataclass(frozen=True, kw_only=True)
 class Every:
-    """When to save: at whichever of these comes. `Every()` alone saves on signals and before a Slurm job's end.
+    """When to save: whenever one of these is due. `Every()` alone saves on signals and before the end of a Slurm job.
 
-    Raises ConfigError, with every problem at once, when a value cannot work.
+    Raises ConfigError, with every problem at once, for invalid values.
     """
 
     steps: int | None = None
@@ -171,26 +179,26 @@ class Every:
     minutes: float | None = None
     """This long after the last save ended."""
     best: tuple[str, str] | None = None
-    """Name of a metric and "min" or "max": whenever it is better than at any save before."""
+    """Name of a metric and "min" or "max": whenever it is better than at all earlier saves."""
     signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT")
-    """On any of these: saved at the end of the step, then the process exits; a second one ends it at once."""
+    """On one of these: save at the end of the step, then exit; a second signal ends the process at once."""
     exit_code: int | None = None
-    """After a save on a signal; None is 128 and the signal's number, as a shell shows it."""
+    """Exit code after a save on a signal; None is 128 plus the signal's number, as in a shell."""
     deadline: float | datetime | str | None = "auto"
     """Before this time: unix seconds, a datetime, ISO 8601 text (else local); "auto" is the end of a Slurm job."""
     deadline_margin_minutes: float | None = None
-    """How long before; None is three saves and two steps as measured, at least a minute (5 with no save measured)."""
+    """Time before the deadline; None is three saves and two steps as measured, at least 1 minute (5 before a save)."""
     mtbf: float | timedelta | str | None = None
-    """Mean time between failures of the run, in seconds or as "24h": saves at the interval of the smallest loss."""
+    """Mean time between failures of the run, in seconds or as "24h": saves at the interval with the smallest loss."""
     max_overhead: float = 0.05
-    """Fraction of the time that saving for `mtbf` may take, in (0, 1]; other reasons are saved for as asked."""
+    """Largest fraction of the time that saves for `mtbf` may take, in (0, 1]; other reasons are not limited."""
 
     def __post_init__(self) -> None:
         check_settings(self, _RULES)
 
     @classmethod
     def optimal(cls, mtbf: float | timedelta | str, max_overhead: float = 0.05, **others: Any) -> "Every":
-        """At the interval that loses least when the run fails on average every `mtbf`, re-estimated as it runs."""
+        """Save at the interval with the smallest loss for failures every `mtbf` on average, re-estimated in the run."""
         return cls(mtbf=mtbf, max_overhead=max_overhead, **others)
 
     def deadline_unix(self) -> float | None:
@@ -202,7 +210,7 @@ class Every:
 
 @dataclass(frozen=True)
 class History:
-    """The facts about the run so far that the schedule decides by. Times are of a monotonic clock, in seconds."""
+    """The past of a run, from which the schedule decides. Times are in seconds of a monotonic clock."""
 
     step: int = 0
     seen_at: float = 0.0  # when that step, or the save after it, ended
@@ -218,7 +226,7 @@ class History:
     saves: tuple[LoggedSave, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The values that a resumed run goes on from: best metrics, measurements, failures, the log of its saves."""
+        """The values that a resumed run continues with: best metrics, measurements, failures, the log of its saves."""
         kept = {name: getattr(self, name) for name in _KEPT}
         return kept | {"best": dict(self.best), "saves": log_to_json(self.saves)}
 
@@ -227,11 +235,10 @@ _KEPT = ("saved_epochs", "best", "step_seconds", "save_seconds", "run_seconds", 
 
 
 def begin_history(step: int, epochs_done: int, now: float, kept: Mapping[str, Any] | None = None) -> History:
-    """The history of a run that begins at `step`, or resumes there with what `History.to_json` kept.
+    """The history of a run that begins at `step`, or resumes there with `kept` from `History.to_json`.
 
-    What was kept knows the epochs done as they were counted for that save, and goes before `epochs_done`.
-    A run that resumes from a save made as a matter of routine must have failed after it, and this is counted.
-    Raises LoadError when `kept` is not from `to_json`.
+    The epochs in `kept` were counted for that save and take precedence over `epochs_done`. A run that resumes from a
+    routine save has failed after it, which is counted. Raises LoadError when `kept` is not from `to_json`.
     """
     begun = History(step=step, seen_at=now, saved_step=step, saved_epochs=epochs_done, saved_at=now)
     if kept is None:
@@ -246,9 +253,9 @@ def begin_history(step: int, epochs_done: int, now: float, kept: Mapping[str, An
 def own_reason(
     every: Every, history: History, step: int, epochs_done: int, metrics: Mapping[str, float] | None = None
 ) -> str | None:
-    """Why to save after `step`, from what all ranks know: "steps", "epochs", "best" or None.
+    """The reason to save after `step` from values that all ranks share: "steps", "epochs", "best" or None.
 
-    The same on every rank if `metrics` are. Never twice for one step.
+    Equal on every rank if `metrics` are. Never twice for one step.
     """
     if step <= history.saved_step:
         return None
@@ -260,10 +267,10 @@ def own_reason(
 
 
 def shared_reason(every: Every, history: History, now: float, now_unix: float, signal: str | None = None) -> str | None:
-    """Why this rank wants to save, from clocks and signals: the `signal`, "deadline", "minutes", "optimum" or None.
+    """The reason of this rank to save, from clocks and signals: the `signal`, "deadline", "minutes", "optimum" or None.
 
-    Ranks differ; to be agreed on at polls. A signal is answered even where its step is saved already, so that the
-    caller exits; the others never ask twice for one step.
+    Ranks differ and agree at polls. A signal is returned even if the step is already saved, so that the caller exits;
+    the other reasons never come twice for one step.
     """
     if signal is not None or history.step <= history.saved_step:
         return signal
@@ -277,10 +284,10 @@ def shared_reason(every: Every, history: History, now: float, now_unix: float, s
 
 
 def interval_seconds(every: Every, history: History) -> float | None:
-    """The interval that `every.mtbf` asks for now, in seconds from the end of a save; None without it.
+    """The current interval for `every.mtbf`, in seconds from the end of a save; None without it.
 
-    The time between failures is estimated as if one failure in `every.mtbf` had been seen before the run began, so
-    it is what was given at first and what was met with in the end (where two failures between saves count as one).
+    The estimated time between failures starts from one assumed failure in `every.mtbf` and approaches the rate of the
+    run, in which several failures between two saves count as one.
     """
     if every.mtbf is None:
         return None
@@ -290,16 +297,15 @@ def interval_seconds(every: Every, history: History) -> float | None:
 
 
 def needs_poll(every: Every) -> bool:
-    """Whether ranks have to meet at all; rank 0's answer holds for all, as environments may differ."""
+    """Whether ranks have to poll; rank 0's answer holds for all, because environments may differ."""
     return bool(every.minutes or every.signals or every.mtbf) or every.deadline_unix() is not None
 
 
 def next_poll(history: History, step: int, poll_seconds: float) -> int:
-    """The step after `step` at which all ranks meet next: about once a second, for 0.5 % of the time at most.
+    """The step after `step` of the next poll: about once a second, for at most 0.5 % of the time.
 
-    Every step before steps are measured, never more than 100 steps on. `poll_seconds` is what a meeting itself
-    takes, the least measured: waiting for a slow rank is no cost of it. Ranks measure different times, so rank 0's
-    answer is to be handed out at the meeting.
+    Every step until steps are measured, never more than 100 steps later. `poll_seconds`: the shortest measured poll,
+    without the wait for slow ranks. Ranks measure different times, so the poll distributes rank 0's answer.
     """
     if not history.step_seconds:
         return step + 1
@@ -327,10 +333,10 @@ def after_save(
     metrics: Mapping[str, float] | None = None,
     reason: str | None = None,
 ) -> History:
-    """The history after a save at `step` ended at `now`, having kept the run from training for `cost_seconds`.
+    """The history after a save at `step` that ended at `now` and stopped training for `cost_seconds`.
 
-    With no cost nothing is learnt from it: for what goes into the checkpoint itself, whose cost is not known yet,
-    and, with no metrics either, for a save that failed, so that the next try is an interval later.
+    Without a cost the mean stays: in the history that the checkpoint itself stores, and after a failed save (without
+    metrics too), so that the next try comes an interval later.
     """
     best = dict(history.best)
     if every.best and _is_improvement(every, history, metrics or {}):
@@ -366,9 +372,9 @@ def _is_improvement(every: Every, history: History, metrics: Mapping[str, float]
 
 
 def _before_deadline(every: Every, history: History, now: float, now_unix: float) -> bool:
-    """Whether to save for the deadline: when the margin begins, then when the unsaved work equals the time left.
+    """Whether to save for the deadline: at the start of the margin, then when the unsaved work equals the time left.
 
-    The second saves work done in the margin, and that of a job as short as the margin; only while two saves fit.
+    The second case covers work inside the margin and jobs as short as the margin; only while two saves fit.
     """
     deadline = every.deadline_unix()
     if deadline is None or not 0 < (left := deadline - now_unix) <= (margin := _deadline_margin(every, history)):

@@ -26,11 +26,11 @@ from ft_ckpt.model.selection import made_by_class
 from ft_ckpt.model.settings import EXTRA_FILE
 from ft_ckpt.storage.store import Store, read_text
 
-Weights = tuple[dict[str, Tensor], bool]  # by name, and whether they are their files, mapped
+Weights = tuple[dict[str, Tensor], bool]  # tensors by name, and whether all are mapped
 
 
 def read_tensors(store: Store, name: str) -> dict[str, Tensor]:
-    """The tensors of a weight file by name, mapped from it where that can be."""
+    """The tensors of a weight file by name, mapped if possible."""
     return _file_tensors(_open_weight_file(store, name))
 
 
@@ -45,21 +45,21 @@ def fetching_weights(
 ) -> Iterator[Callable[[], Weights]]:
     """Fetch the tensors of weight files in a thread; the block gets a function that waits for them.
 
-    With a `device` the tensors are read onto it. A block that ends without them ends the reading too. Raises
-    CorruptError for a file whose table is not sound.
+    With a `device` the tensors are read onto it. The reading ends with the block. Raises CorruptError for a file with a
+    damaged table.
     """
     opened = open_weights(store, names)
     with ThreadPoolExecutor(1, "ft_ckpt-supply") as pool, ExitStack() as stack:
         for file in opened:
-            stack.callback(file.close)  # each read of a closed file is its last
+            stack.callback(file.close)  # which ends the reading
         yield pool.submit(_read_files, opened, mapped, device).result
 
 
 def read_weights(store: Store, names: Iterable[str], mapped: bool | str = "auto") -> Weights:
-    """The tensors of weight files by name, and whether they are the files themselves, mapped.
+    """The tensors of weight files by name, and whether all are mapped.
 
-    `mapped`="auto" reads a file into memory when that is faster than touching it page by page, and no other process of
-    the launch on this machine may want the same pages. What cannot be mapped is always read.
+    `mapped`="auto" reads a file into memory if that is faster than page faults and no other process of the launch on
+    this machine can share the pages. Files that cannot be mapped are always read.
     """
     return _read_files(open_weights(store, names), mapped, None)
 
@@ -72,7 +72,7 @@ def _read_files(files: Iterable[IndexedFile], mapped: bool | str, device: torch.
             tensors.update(read_onto(file, device))
             continue
         wanted = mapped is False or (mapped == "auto" and readers_here() == 1 and file.raw.is_cold())
-        if (wanted or not file.raw.can_map) and not file.readers:  # what is compressed goes through memory anyway
+        if (wanted or not file.raw.can_map) and not file.readers:  # compressed files are decompressed into memory
             are_mapped = not file.raw.read_in() and are_mapped
         are_mapped &= file.raw.can_map
         tensors.update(_file_tensors(file))
@@ -80,12 +80,11 @@ def _read_files(files: Iterable[IndexedFile], mapped: bool | str, device: torch.
 
 
 def open_weights(store: Store, names: Iterable[str]) -> list[IndexedFile]:
-    """The open weight files. Raises CorruptError for one whose table is not sound."""
+    """The open weight files. Raises CorruptError for one with a damaged table."""
     return [_open_weight_file(store, name) for name in names]
 
 
 def _open_weight_file(store: Store, name: str) -> IndexedFile:
-    """The open weight file; its suffix tells the format."""
     return checkpoint_format_of(name).open_file(store.open(name))
 
 
@@ -94,7 +93,7 @@ def _file_tensors(file: IndexedFile) -> dict[str, Tensor]:
 
 
 def extra_beside(store: Store, record: PartRecord) -> dict[str, Any]:
-    """The values of a part's state dict that are no tensors. Raises CorruptError for a damaged file."""
+    """The non-tensor values of a part's state dict. Raises CorruptError for a damaged file."""
     name = beside_weights(record, EXTRA_FILE)
     return load_object(read_text(store, name)) if store.stat(name) is not None else {}
 
@@ -109,7 +108,7 @@ _OneStored = TypeVar("_OneStored")
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The outcome of a load. A strict one raises where a name would be missing, unexpected or reshaped."""
+    """The outcome of a load. A strict load raises for missing, unexpected or reshaped names."""
 
     path: str | Path
     """The checkpoint: its path, or its URL."""
@@ -124,24 +123,24 @@ class LoadReport:
     tensors: int = 0
     """Number of tensors that were loaded."""
     zero_copy: bool = False
-    """The parameters are the mapped file; they are copied only when they are written to."""
+    """Whether the parameters are the mapped files, copied only when they are written to."""
     notes: tuple[str, ...] = ()
-    """What the load decided and a reader should know."""
+    """Decisions of the load that affect the model."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Comparison:
-    """What a part's files hold beside what a module has."""
+    """The comparison of a part's files with a module."""
 
     report: LoadReport
     tensors: ModelTensors
-    live: Mapping[str, tuple[int, ...] | None]  # shapes of the module's tensors; None for what it lists beside them
-    fitting: tuple[str, ...]  # names of stored tensors that have a place in the module
-    extra: Mapping[str, Any]  # values that are no tensors and have one
+    live: Mapping[str, tuple[int, ...] | None]  # shapes of the module's tensors; None for further entries
+    fitting: tuple[str, ...]  # names of stored tensors that fit the module
+    extra: Mapping[str, Any]  # non-tensor values that fit the module
 
     @property
     def module(self) -> nn.Module:
-        """The user's own, without wrappers."""
+        """The user's module, without wrappers."""
         return self.tensors.chain[-1]
 
 
@@ -173,34 +172,34 @@ def fill_module(
 ) -> LoadReport:
     """Overwrite the parameters and buffers of `module` with the stored values, cast to their types.
 
-    They are read straight into its memory, a few blocks at a time, on each rank what it holds; those of modules that
-    load in a way of their own are read first and loaded then. Raises LoadError naming every tensor that does not fit,
-    if `strict`, or has no memory, or whose engine would overwrite it; CorruptError for a file that is not sound, which
-    leaves the module with a part of the values.
+    Each rank reads its part directly into the module's memory, a few blocks at a time. Tensors of modules that override
+    loading are read first and loaded afterwards. Raises LoadError naming every tensor that does not fit, if `strict`,
+    that has no memory, or that its engine would overwrite; CorruptError for a damaged file, which leaves the module
+    with a part of the values.
     """
     stored = _with_aliases(record, {name: (file, name) for file in files for name in file.specs})
     shapes = {name: file.specs[own].shape for name, (file, own) in stored.items()}
     found = _compare_stored(module, record, shapes, store, strict)
     _refuse_meta(found)
     _refuse_masters(found)
-    straight = _straight_targets(found.tensors)
-    wanted, apart = [], {}
+    direct = _direct_targets(found.tensors)
+    wanted, indirect = [], {}
     for name in found.fitting:
         file, own = stored[name]
         dtype = getattr(torch, file.specs[own].dtype)
-        target = straight.get(name) or source_of_tensor(name, name, torch.empty(shapes[name], dtype=dtype))
-        if name not in straight:
-            apart[name] = target.local
+        target = direct.get(name) or source_of_tensor(name, name, torch.empty(shapes[name], dtype=dtype))
+        if name not in direct:
+            indirect[name] = target.local
         wanted.append(WantedTensor(replace(target, dtype=dtype), target.local, file, own))
     fill_all(wanted, direct="auto" if readers_here() == 1 else "off")
-    values = apart | dict(found.extra)
+    values = indirect | dict(found.extra)
     found.module.load_state_dict(values, strict=False)
     _restore_added(found, values, strict)
     return found.report
 
 
 def _with_aliases(record: PartRecord, stored: Mapping[str, _OneStored]) -> dict[str, _OneStored]:
-    """What is stored by name, and under the further names of what is tied."""
+    """The stored tensors by name, including the further names of tied ones."""
     found = dict(stored)
     for kept, *aliases in record.ties:
         found |= {alias: found[kept] for alias in aliases if kept in found and alias not in found}
@@ -231,20 +230,20 @@ def _compare_stored(
     return _Comparison(report, tensors, live, fitting, {name: extra[name] for name in extra if name in live})
 
 
-def _straight_targets(tensors: ModelTensors) -> dict[str, Source]:
-    """The tensors whose memory can be overwritten without a word to the modules around them: all that engines hold."""
+def _direct_targets(tensors: ModelTensors) -> dict[str, Source]:
+    """The tensors whose memory can be overwritten without calling their modules, including all in engines."""
     modules = walk_modules(tensors.chain[-1])
-    odd = tuple(f"{path}." if path else "" for path, _, module in modules if not _loads_plainly(module))
+    overriding = tuple(f"{path}." if path else "" for path, _, module in modules if not _loads_plainly(module))
     found = {}
     for name, source in tensors.sources(allow_meta=True).items():
-        is_plain = type(source.live) in PLAIN and not name.startswith(odd)
+        is_plain = type(source.live) in PLAIN and not name.startswith(overriding)
         if not source.is_added and not source.sharding.is_opaque and (source.engine != "plain" or is_plain):
             found[name] = source
     return found
 
 
 def _loads_plainly(module: nn.Module) -> bool:
-    """Whether loading a state dict does no more to `module` than to copy its values."""
+    """Whether loading a state dict only copies values into `module`."""
     if wrapped_key(module) is not None:
         return True
     own = vars(module)
@@ -253,7 +252,7 @@ def _loads_plainly(module: nn.Module) -> bool:
 
 
 def _refuse_meta(found: _Comparison) -> None:
-    """Raise LoadError naming tensors of the module that have no memory to be filled."""
+    """Raise LoadError naming tensors of the module on the meta device."""
     sources = found.tensors.sources(allow_meta=True)
     empty = [name for name in found.fitting if name in sources and getattr(sources[name].live, "is_meta", False)]
     if empty:
@@ -264,12 +263,12 @@ def _refuse_meta(found: _Comparison) -> None:
 
 
 def _refuse_masters(found: _Comparison) -> None:
-    """Raise LoadError where an engine's optimizer has weights of its own."""
+    """Raise LoadError if the optimizer of an engine keeps a copy of the weights."""
     parts = [name for name, info in found.tensors.sources(allow_meta=True).items() if info.engine == "zero3"]
     if parts or any(map(keeps_weights, found.tensors.chain)):
-        told = listing(parts, ", ") or "the model"
+        names = listing(parts, ", ") or "the model"
         raise LoadError(
-            f"{told}: in an engine of DeepSpeed, whose optimizer has weights of its own and overwrites the model's; "
+            f"{names}: in an engine of DeepSpeed, whose optimizer has weights of its own and overwrites the model's; "
             "load before deepspeed.initialize() or accelerator.prepare(), or resume a run"
         )
 
@@ -282,7 +281,7 @@ def _restore_added(found: _Comparison, values: Mapping[str, Any], strict: bool) 
 
 
 def refuse_differences(report: LoadReport, strict: bool) -> None:
-    """Raise LoadError naming everything that differs, if the load is to be `strict`."""
+    """Raise LoadError naming everything that differs, if the load is `strict`."""
     problems = [f"{name}: missing in the files" for name in report.missing]
     problems += [f"{name}: not in the model" for name in report.unexpected]
     problems += list(report.reshaped)
@@ -294,8 +293,8 @@ def refuse_differences(report: LoadReport, strict: bool) -> None:
 
 
 def share_again(manifest: Manifest, models: Mapping[str, nn.Module]) -> None:
-    """Make parameters that parts shared when they were saved one parameter again, under all names that they have."""
-    chosen: dict[str, dict[int, Tensor]] = {}  # by part: by id of a tensor the one to take its place
+    """Make parameters that parts shared when they were saved one parameter again, under all their names."""
+    chosen: dict[str, dict[int, Tensor]] = {}  # part -> id of a tensor -> its replacement
     for group in manifest.shared:
         members = [member.partition(":")[::2] for member in group]
         found = [(part, tensor_at(models[part], name)) for part, name in members if part in models]
@@ -309,7 +308,7 @@ def share_again(manifest: Manifest, models: Mapping[str, nn.Module]) -> None:
 
 
 def summary_of(root: str | Path, part: str, reports: list[LoadReport], copied: bool) -> LoadReport:
-    """One report of all parts of the checkpoint `root`; `copied`: no parameter is the mapped file any more."""
+    """One report of all parts of the checkpoint `root`; `copied`: parameters were copied from the mapped files."""
     first = replace(reports[0], path=root, part=part)
     for other in reports[1:]:
         first = replace(
