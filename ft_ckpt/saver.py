@@ -1,4 +1,4 @@
-"""`CheckpointSaver`: the one object a training script talks to."""
+"""`CheckpointSaver`: the interface of ft_ckpt to a training script."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,15 +38,15 @@ _OPEN: WeakSet["CheckpointSaver"] = WeakSet()
 class CheckpointSaver:
     """Saves and resumes a training run, and saves models as folders that every Hugging Face tool loads.
 
-    `accelerator` is looked through for prepared models, whose generation configs are checked here and now, so that a
-    run does not end on an error that was there at its start. `directory` is where checkpoints go when `save` is given
-    a step and no path. `settings` are the fields of `SaverConfig`, which may be passed as `config` instead.
-    `on_saved`, a function or several, is called with the report of each save once it is committed, on rank 0, in the
-    thread that has finished the save; what it raises is warned of. It must not call the saver.
+    `accelerator`: its prepared models are checked now, so that a run does not fail at its end because of a generation
+    config that was invalid from the start. `directory`: where `save` with a step and without a path puts checkpoints.
+    `settings`: the fields of `SaverConfig`, which may be passed as `config` instead. `on_saved`: one or several
+    functions, called on rank 0 with the report of each committed save, in the thread that finished it; their errors
+    become warnings. They must not call the saver.
 
-    Raises ConfigError for settings that cannot work, CompanionError for a tokenizer or generation config that does
-    not fit, SelectionError for optimizers and other objects of a run whose state cannot be kept, TargetError when
-    `directory` cannot be written.
+    Raises ConfigError for invalid settings, CompanionError for a tokenizer or generation config that does not fit,
+    SelectionError for optimizers and other objects of a run whose state cannot be saved, TargetError when `directory`
+    cannot be written.
     """
 
     def __init__(
@@ -104,23 +104,24 @@ class CheckpointSaver:
         check: str | Mapping[str, Any] | None = None,
         push_to_hub: str | None = None,
     ) -> SaveReport | PendingSave:
-        """Save `model`, or what is asked of it, to the folder `path`; call on every rank. Returns when it is durable.
+        """Save `model`, or a part of it, to the folder `path`; call on every rank. Returns when it is durable.
 
-        With `background` it returns at once if it can; what becomes of the save is told by the handle, and by the next
-        call of the saver, which raises if it failed.
+        With `background` it returns at once if possible; the handle and the next call of the saver report the outcome,
+        and both raise if the save failed. The keywords that are not listed here override the saver's settings.
 
-        The whole model by default (of torch's AveragedModel the one inside); the submodule at `attribute`, or several,
-        a folder each. Of a model with PEFT adapters say whether they alone are saved (`adapter_only` True) or the base
-        and they side by side (False), which only `ft_ckpt.load_model` puts together. `path` defaults to
-        `directory`/checkpoint-`step`; no checkpoint with training state is replaced. Within a run `step` and `metrics`
-        default to those of its last step. `state_dict` is taken instead of the live tensors, if it agrees with the
-        model. `extra_files` of rank 0, by path in the checkpoint, are committed with it. The other keywords override
-        the saver's settings for this call. `merged` True stores one plain model, the active adapters merged into a copy
-        of the base, layer by layer; names choose adapters, a mapping gives each a weight. Adapters on a quantised base
-        are merged into the model that was quantised: the folder or id `base`, by default the one they name; or, with
-        `dequantize`, into what its weights stand for. `check`="logits", or a batch, compares what transformers makes of
-        the folder with the live model before it is committed. With `push_to_hub` ("user/name", or a URL) rank 0 then
-        pushes the checkpoint there in the background, as `ft_ckpt.push` does; the report's `push` is the handle.
+        Saved is the whole model (for torch's AveragedModel the one inside), or the submodule at `attribute`; several
+        attributes get a folder each. `adapter_only` is required for a model with PEFT adapters: True saves the adapters
+        alone, False the base and the adapters side by side, which only `ft_ckpt.load_model` puts together. `path`
+        defaults to `directory`/checkpoint-`step`; a checkpoint with training state is never replaced. Within a run
+        `step` and `metrics` default to those of its last step. `state_dict`: tensors to save instead of the live ones;
+        it must agree with the model. `extra_files`: files of rank 0 by path in the checkpoint.
+
+        `merged` True stores one plain model, with the active adapters merged into a copy of the base, layer by layer;
+        names choose adapters, a mapping gives each a weight. Adapters on a quantised base are merged into the original
+        model: the folder or id `base`, by default the one they name; or, with `dequantize`, into the dequantised
+        weights. `check`="logits", or a batch, compares the output of the saved folder in transformers with the live
+        model before the commit. With `push_to_hub` ("user/name", or a URL) rank 0 then pushes the checkpoint there in
+        the background, as `ft_ckpt.push` does; the report's `push` is the handle.
 
         Raises SelectionError when the model lacks what was asked for or leaves a choice, IncompleteError when the
         result would differ from it, TargetError or NoSpaceError when it cannot be written, RankError when another rank
@@ -161,29 +162,30 @@ class CheckpointSaver:
     def register(self, **objects: Any) -> None:
         """Name objects of the run that Accelerate does not know, to be saved and resumed with it; on every rank.
 
-        `model` is the one whose weights are saved; further modules (an average of the weights), optimizers, schedulers
-        and whatever has `state_dict` and `load_state_dict` keep their state. Raises SelectionError for anything else.
+        `model`: the one whose weights are saved. Further modules (an average of the weights), optimizers, schedulers
+        and all objects with `state_dict` and `load_state_dict` are saved with their state. Raises SelectionError for
+        other objects.
         """
         self._run.register(objects)
 
     @property
     def directory(self) -> Path | str | None:
-        """Where checkpoints go that are given a step and no path; the URL where that is in a bucket."""
+        """The folder for checkpoints that are saved without a path; its URL if it is in a bucket."""
         return None if self._places.directory is None else self._places.directory.location
 
     @property
     def progress(self) -> Progress:
-        """How far the run is: steps as `step` counts them, place in the data as `remaining` gives it."""
+        """The progress of the run: steps as `step` counts them, data position as in `remaining`."""
         return self._run.progress
 
     def remaining(self, loader: Any, epochs: int | None = None, *, replay: bool | None = None) -> Iterator[Any]:
-        """The batches of `loader` that the run has not seen: the rest of a pass, or with `epochs` of that many passes.
+        """The batches of `loader` that the run has not seen: the rest of an epoch, or of `epochs` epochs.
 
-        After `resume` it goes on exactly where the checkpoint was made; with `replay` also for random augmentation in
-        loader workers, as batches seen are read again and dropped. Passes are counted for each loader by itself; of
-        several, each is known again by its data, or else by the order in which they are asked for. Checkpoints that
-        `every` wants at the end of a pass are made there if the loader could not tell which batch is the last; at the
-        end of all `epochs` the run is saved, if `every` saves it at all and its last step was not.
+        After `resume` it continues exactly where the checkpoint was made; with `replay` also for random augmentation in
+        loader workers, by reading seen batches again and dropping them. Epochs are counted per loader. On resume,
+        loaders are matched by dataset, or else by the order of the calls. Checkpoints that are due at the end of an
+        epoch are made there if the loader could not tell its last batch. After all `epochs` the last step is saved if
+        there is a schedule and the step was not saved.
         """
         self._run.refuse_half_restored()
         feed = self.place_in(loader, replay)
@@ -192,7 +194,7 @@ class CheckpointSaver:
         if is_done and self._current_ranks().leads:
             LOG.info("the run is finished: %d of %d epochs are done", feed.epoch, epochs)
         while epochs is None or feed.epoch < epochs:
-            # Anew: the run may have been taken back.
+            # Again, because the run may have been rolled back.
             feed = self.place_in(loader, replay)
             batches = self._saves.read_until_signal(feed.batches())
             yield from batches if self._rehearsal is None else self._rehearsal.watch_batches(batches)
@@ -203,23 +205,22 @@ class CheckpointSaver:
         self._saves.save_last()
 
     def place_in(self, loader: Any, replay: bool | None = None) -> DataPosition:
-        """Where the run is in `loader`, for loops of other libraries that read it; `remaining` is for one's own."""
+        """Data position of `loader`. For integrations that iterate the loader; training loops use `remaining`."""
         return self._run.feeds.position_of(loader, self._current_ranks(), replay, self.config.on_difference)
 
     @as_in_training
     def step(
         self, metrics: Mapping[str, float] | None = None, *, step: int | None = None
     ) -> SaveReport | PendingSave | None:
-        """Say that a batch is done; saves the run when `every` wants it. On every rank, after every batch.
+        """Report a finished batch, and save the run when it is due. On every rank, after every batch.
 
-        Counts a step when an optimizer has stepped: batches whose gradients wait for a later step are passed over,
-        whether Accelerate accumulates them or the script does. Optimizers must be known for that, by Accelerate or
-        `register`; where none is, every call counts. `step` sets the count instead. `metrics` are real numbers, also
-        as tensors or arrays of one element. After a save for a signal the process exits on all ranks, see
-        `Every.signals`.
+        A step is counted when an optimizer has stepped; batches of an accumulation are skipped, whether Accelerate or
+        the script accumulates. The optimizers must be prepared by Accelerate or registered; without any, every call
+        counts. `step` sets the count instead. `metrics`: real numbers, also as tensors or arrays of one element. After
+        a save for a signal the process exits on all ranks, see `Every.signals`.
 
-        Raises ConfigError for metrics that are no numbers, and what `save_state` raises; with on_failure="warn" a save
-        that fails is warned of, and training goes on.
+        Raises ConfigError for invalid metrics, and what `save_state` raises; with on_failure="warn" a failed save gives
+        a warning, and training continues.
         """
         given = numbers_of(metrics or {})
         if not self._run.is_batch_done():
@@ -246,10 +247,10 @@ class CheckpointSaver:
     ) -> SaveReport | PendingSave:
         """Save a checkpoint that the run can be resumed from: weights, and the state of everything else; on every rank.
 
-        Without arguments it is of what Accelerate prepared, and of what was registered; `objects` are registered
-        first. Of a model with PEFT adapters that are all that is trained, only these are saved, unless `adapter_only`
-        says otherwise. Weights that the checkpoint holds in another dtype, or not at all, are kept exactly beside it.
-        `extra_files`, `background` and `overwrite` as for `save`. Then what `keep` does not ask for is deleted. Raises
+        It contains the objects that Accelerate prepared and the registered ones; `objects` are registered first. If
+        only PEFT adapters are trained, only these are saved, unless `adapter_only` says otherwise. Weights that the
+        model's files have in another dtype, or not at all, are stored exactly with the state. `extra_files`,
+        `background` and `overwrite` as for `save`. Then checkpoints that `keep` does not select are deleted. Raises
         what `save` raises.
         """
         counted = self._run.agree_on_metrics(numbers_of(metrics or {}), self._current_ranks())
@@ -295,9 +296,10 @@ class CheckpointSaver:
         return self._run.progress
 
     def close(self) -> None:
-        """End of use, on every rank: waits as `wait` does; later saves are refused. A `with` block ends with it.
+        """End the use of the saver, on every rank; later saves are refused. Waits as `wait` does.
 
-        Where `every` saves the run, its last step is saved first if it was not, unless an exception is on its way.
+        With a schedule, the last step is saved first if it was not, unless an exception is propagating. Called at the
+        end of a `with` block.
         """
         self._end_use(save=sys.exc_info()[0] is None)
 
@@ -308,7 +310,7 @@ class CheckpointSaver:
         return alone
 
     def _end_use(self, *, save: bool) -> None:
-        """Save what is to be saved, and let go of everything, whatever happens."""
+        """Save the last step if asked, and release everything even on an error."""
         with ExitStack() as stack:
             stack.callback(self._saves.end_follow_up, wait=save)  # the last, since a save in the background begins it
             stack.callback(self._pending.close)
@@ -325,14 +327,14 @@ class CheckpointSaver:
         if kind is None:
             self._end_use(save=True)
         else:
-            try_action(lambda: self._end_use(save=False))  # its error would hide the one that is on its way
+            try_action(lambda: self._end_use(save=False))  # its error would hide the propagating one
 
     def _current_ranks(self) -> Ranks:
         return current_ranks(self.config.enter_timeout_seconds)
 
 
 def _resume_message(progress: Progress, directory: Path | str | None) -> tuple[Any, ...]:
-    """What the log says of a resume: a format and its arguments."""
+    """The log message of a resume: a format and its arguments."""
     if progress.resumed_from is None:
         return "a fresh start: nothing was resumed from %s", directory
     place = PurePath(progress.resumed_from).name, progress.step, progress.epoch, progress.batch

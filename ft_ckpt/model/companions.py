@@ -1,7 +1,7 @@
 """Writes the files beside the weights: config, generation config, tokenizer, chat template, custom code, model card.
 
-The files are those `save_pretrained` writes. Everything here runs on rank 0 alone while parameters may be sharded, so
-no tensor is read; and training goes on with the same objects, so fields are set on copies.
+The files are those that `save_pretrained` writes. The code runs on rank 0 alone while parameters may be sharded, so no
+tensor is read. Training continues with the same objects, so fields are set on copies.
 """
 
 import copy
@@ -48,12 +48,12 @@ Adapter trained on top of {base}.
 
 @lru_cache(maxsize=1)  # compiling its template takes longer than writing an adapter
 def blank_card() -> str:
-    """The model card that PEFT begins with where there is none."""
+    """The empty model card that PEFT starts from."""
     return str(ModelCard.from_template(ModelCardData()))
 
 
 def name_base(file: Path, base_id: str | None) -> None:
-    """Let a card name the base by `base_id`, or not at all if it has a path, which the Hub refuses."""
+    """Set the base in a card to `base_id`, or remove it if it is a path, which the Hub refuses."""
     card = ModelCard.load(file)
     named = card.data.base_model
     if base_id is None and (not named or is_hub_name(named)):
@@ -86,15 +86,15 @@ _PACKED_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.float
 
 
 def generation_config(model: nn.Module, tokenizer: Any, chat_template_name: str | None) -> Any:
-    """The GenerationConfig to save, or None when the model cannot generate; the live one is left alone.
+    """The GenerationConfig to save, or None when the model cannot generate; the live one is not changed.
 
-    `chat_template_name` None: a copy of the live one without the fields that would make it invalid. One with "olmo"
-    in it: no BOS, two EOS ids, <|im_end|> and <|endoftext|>. Any other: EOS and BOS of the tokenizer. Raises
-    CompanionError when a token is not in the vocabulary, or its id is past the embedding rows.
+    `chat_template_name` None: a copy of the live one without fields that make it invalid. A name with "olmo": no BOS,
+    and the EOS ids of <|im_end|> and <|endoftext|>. Any other name: EOS and BOS of the tokenizer. Raises CompanionError
+    when a token is not in the vocabulary, or its id exceeds the embedding rows.
     """
     live = getattr(model, "generation_config", None)
     if live is None or not hasattr(model, "can_generate") or not model.can_generate():  # type: ignore[operator]
-        return None  # a wrapper around the model that does may have been given one, too
+        return None  # a wrapper around a generating model may have a generation config, too
     if chat_template_name is None:
         return _repaired_settings(_with_config_fields(live, model.config))
     text = _text_tokenizer(tokenizer)
@@ -123,7 +123,7 @@ def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
 def write_model(folder: Path, model: Any, *, dtype: str, generation: Any = None) -> None:
     """Write configs and code of a Hugging Face model into `folder`, which exists.
 
-    `dtype`: torch's name of what the weights file holds, e.g. "bfloat16". `generation` comes from `generation_config`.
+    `dtype`: torch's name of the stored dtype, such as "bfloat16". `generation` comes from `generation_config`.
     Raises CompanionError when the config does not pass its own checks.
     """
     config = _saved_config(model, dtype)
@@ -132,7 +132,7 @@ def write_model(folder: Path, model: Any, *, dtype: str, generation: Any = None)
         config.save_pretrained(str(folder))
     except Exception as error:
         raise CompanionError(f"config.json: {type(config).__name__} refuses to be saved: {error}") from error
-    if generation is not None:  # not its save_pretrained, which would refuse a published config that nobody changed
+    if generation is not None:  # save_pretrained would refuse some published configs
         generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
 
 
@@ -147,15 +147,15 @@ def write_adapter(
 ) -> None:
     """Write `adapter_config.json` and a model card for one adapter into `folder`, which exists.
 
-    `model`: a PeftModel, or a model with adapters injected into it; `peft_config` lists them. `beside`: its base is
-    saved with it, as the making of the adapter left it: loading must not decompose that once more. `base_id`: what the
-    base is called on the Hub, where it was loaded from elsewhere; the card never names a path of this machine.
+    `model`: a PeftModel, or a model with injected adapters, with `peft_config`. `beside`: the base is saved with it, as
+    changed by the initialisation of the adapter, so a load must not decompose it again. `base_id`: name of the base on
+    the Hub, if it was loaded from elsewhere; the card never contains a path of this machine.
     """
     import peft  # here, since it is slow to import, and there are adapters only where it has been
 
     config = copy.copy(model.peft_config[adapter])  # shallow: a copied set may be listed in another order
     config.inference_mode = True
-    if isinstance(ranks := getattr(config, "rank_pattern", None), dict):  # as PEFT writes those that AdaLoRA has found
+    if isinstance(ranks := getattr(config, "rank_pattern", None), dict):  # as PEFT writes the ranks of AdaLoRA
         config.rank_pattern = {name.removesuffix(f".{adapter}"): kept for name, kept in ranks.items()}
     if beside and isinstance(getattr(config, "init_lora_weights", None), str):
         config.init_lora_weights = True
@@ -177,7 +177,7 @@ def write_adapter(
 
 
 def _with_config_fields(live: Any, config: Any) -> Any:
-    """A copy of `live`, with generation settings that were made on the model config, where they cannot be saved."""
+    """A copy of `live` with the generation settings of the model config, which cannot be saved there."""
     generation = copy.deepcopy(live)
     for name, value in _misplaced_settings(config).items():
         if getattr(generation, name, None) is None:
@@ -191,7 +191,7 @@ def _misplaced_settings(config: Any) -> dict[str, Any]:
 
 
 def _repaired_settings(generation: Any) -> Any:
-    """The same, or a new one of all fields that are valid together; one as published is kept as it is."""
+    """The config itself if it is valid or unchanged since it was published, else a copy of the valid fields."""
     if getattr(generation, "_original_object_hash", None) == hash(generation) or _is_valid(generation):
         return generation
     repaired = type(generation)()
@@ -217,7 +217,7 @@ def _is_valid(generation: Any) -> bool:
 
 
 def _text_tokenizer(tokenizer: Any) -> Any:
-    """The tokenizer itself, also when it sits in a processor; None where what was given is for pictures or sound."""
+    """The tokenizer, also inside a processor; None for a processor without text."""
     text = getattr(tokenizer, "tokenizer", tokenizer)
     return text if hasattr(text, "convert_tokens_to_ids") else None
 
@@ -245,13 +245,13 @@ def _token_id(model: nn.Module, tokenizer: Any, token: str) -> int:
 
 
 def _embedding_rows(model: nn.Module) -> int | None:
-    """Rows of the input embedding, from its declared size or global shape; None when the model has none."""
+    """Rows of the input embedding, from its declared size or global shape; None without one."""
     embedding = embedding_of(model)
     rows = getattr(embedding, "num_embeddings", None)
     if isinstance(rows, int):
         return rows
     weight = getattr(embedding, "weight", None)
-    if isinstance(weight, torch.Tensor) and len(global_shape(weight)) == 2:  # a picture's is a convolution
+    if isinstance(weight, torch.Tensor) and len(global_shape(weight)) == 2:  # the embedding of images is a convolution
         return global_shape(weight)[0]
     return getattr(_decoder_config(model), "vocab_size", None)
 
@@ -266,7 +266,7 @@ def _decoder_config(model: Any) -> Any:
 def write_tokenizer(folder: Path, tokenizer: Any) -> None:
     """Write a tokenizer or processor into `folder`, which exists."""
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        tokenizer = copy.deepcopy(tokenizer)  # a processor signs its tokenizer when it is saved
+        tokenizer = copy.deepcopy(tokenizer)  # a processor modifies its tokenizer when it is saved
     tokenizer.save_pretrained(str(folder))
 
 
@@ -298,7 +298,7 @@ def _nested_configs(config: Any) -> Iterator[Any]:
 
 
 def is_quantised(model: nn.Module, config: Any) -> bool:
-    """Whether the weights are still packed: a merged or dequantised model often keeps a config that says so."""
+    """Whether the weights are still packed: a merged or dequantised model often keeps its quantisation config."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return False
@@ -330,7 +330,7 @@ def _write_code(folder: Path, model: nn.Module, config: Any) -> None:
             stacklevel=2,
         )
         return
-    # a bare instance of the written class stands in: FSDP2's class lives in a file of torch
+    # An empty instance of the user's class, because the file of FSDP2's class is torch's.
     custom_object_save(object.__new__(cls), str(folder), config=config)
     auto_map = getattr(config, "auto_map", None)
     if auto_map:

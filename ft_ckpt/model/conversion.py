@@ -1,6 +1,6 @@
 """Conversion of a model's tensors whose names, form or dtypes differ between memory and file.
 
-Works on names, shapes and dtypes only: what transformers would write is asked of it with tensors on the meta device.
+Works on names, shapes and dtypes only: transformers converts tensors on the meta device.
 """
 
 import re
@@ -16,7 +16,7 @@ from ft_ckpt.model.entries import Entry, Group, unchanged_entry
 
 
 def load_conversion_table() -> None:
-    """Let transformers make its table of conversions, 60 ms once a process, where nothing else is waited for yet."""
+    """Let transformers build its conversion table, which takes 60 ms once per process, before training starts."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("")
@@ -28,10 +28,10 @@ def stored_as_in_memory(module: nn.Module, names: Mapping[str, Source]) -> bool:
 
 
 def converted_entries(module: Any, kept: Mapping[str, Source]) -> list[Entry]:
-    """Entries under the names transformers writes: it keeps some architectures otherwise in memory than on disk.
+    """Entries under the names that transformers writes, which differ from memory for some architectures.
 
-    The conversion runs on meta tensors: what comes back as the same object was only renamed and is streamed; the
-    rest is converted in groups, one per layer where the layers can be converted on their own.
+    The conversion runs on meta tensors: a tensor that comes back as the same object was only renamed and is streamed.
+    The rest is converted in groups, one per layer if the layers can be converted independently.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -56,7 +56,7 @@ def converted_entries(module: Any, kept: Mapping[str, Source]) -> list[Entry]:
 def _conversion_groups(
     module: Any, left: Mapping[str, Source], made: Mapping[str, Tensor], revert: Callable[..., dict[str, Tensor]]
 ) -> dict[str, Group]:
-    """Stored name -> the group that makes it; one group for all where layers do not convert independently."""
+    """Stored name -> the group that computes it; one group for all if layers do not convert independently."""
 
     def make_group(names: list[str]) -> tuple[Group, dict[str, Tensor]]:
         chosen = {left[name].name: name for name in names}
@@ -86,7 +86,7 @@ def _conversion_groups(
 
 
 def cast_entries(entries: Sequence[Entry], module: nn.Module, dtype: str) -> tuple[Entry, ...]:
-    """The entries in the dtype that the policy `dtype` gives them; a dtype of torch, "config" or "as_is"."""
+    """The entries in the dtype of the policy `dtype`: a dtype of torch, "config" or "as_is"."""
     if dtype == "as_is":
         return tuple(entries)
     target = _config_dtype(module) if dtype == "config" else getattr(torch, dtype)
@@ -97,14 +97,14 @@ def cast_entries(entries: Sequence[Entry], module: nn.Module, dtype: str) -> tup
 
 
 def kept_in_float32(module: nn.Module, target: torch.dtype) -> tuple[str, ...]:
-    """Steps of the names of tensors that the model's class keeps in float32 when the rest is in `target`."""
+    """Name steps of the tensors that the model's class keeps in float32 when the rest is in `target`."""
     strict = tuple(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     half = tuple(getattr(module, "_keep_in_fp32_modules", None) or ()) if target == torch.float16 else ()
     return (*strict, *half)
 
 
 def _cast_one(entry: Entry, target: torch.dtype, keep: tuple[str, ...]) -> Entry:
-    """`entry` in `target` when it is an ordinary float that no rule of the model keeps in float32."""
+    """`entry` in `target` if it is an ordinary float that the model does not keep in float32."""
     ordinary = entry.dtype in {torch.float64, torch.float32, torch.bfloat16, torch.float16}
     kept = entry.dtype == torch.float32 and any(part in entry.name.split(".") for part in keep)
     return entry if kept or not ordinary else entry._replace(dtype=target)

@@ -1,4 +1,4 @@
-"""The plan of stored tensors: parts (folders that something can load) and their entries; which adapters are merged."""
+"""The plan of stored tensors: parts (loadable folders) and their entries; the choice of adapters to merge."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +24,7 @@ class Group:
 
 
 class Entry(NamedTuple):
-    """One stored tensor: streamed from a source as it is but for its dtype, or the product of a group."""
+    """One stored tensor: streamed from a source, possibly in another dtype, or computed by a group."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,20 +35,19 @@ class Entry(NamedTuple):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The tensors it is made from."""
         if self.group is not None:
             return self.group.sources
         return () if self.source is None else (self.source,)
 
 
 def unchanged_entry(name: str, source: Source) -> Entry:
-    """The entry of a tensor that is stored as it is in memory, under a name."""
+    """The entry of a tensor that is stored unchanged under the given name."""
     return Entry(name, source.shape, source.dtype, source.dtype, source)
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One loadable thing: the whole model, a submodel, a plain module or an adapter, in its own folder."""
+    """One loadable part in a folder: the whole model, a submodel, a plain module or an adapter."""
 
     name: str
     path: str  # folder relative to the checkpoint, "" for the checkpoint itself
@@ -59,18 +58,18 @@ class Part:
     ties: tuple[tuple[str, ...], ...] = ()
     adapter: str | None = None
     active: bool = False
-    beside: bool = False  # an adapter whose base, as it is now, is in the same checkpoint
-    doubtful: tuple[tuple[Source, Source], ...] = ()  # declared one parameter, two in memory: compare before commit
+    beside: bool = False  # an adapter whose current base is in the same checkpoint
+    doubtful: tuple[tuple[Source, Source], ...] = ()  # declared tied, but two tensors in memory: compared at the save
     base: Mapping[str, Source] = field(default_factory=dict)  # frozen tensors of an adapter's base, by base name
     notes: tuple[str, ...] = ()
-    passed: tuple[Source, ...] = ()  # left out on purpose: what the class or PEFT says it makes anew
+    passed: tuple[Source, ...] = ()  # left out on purpose: recreated by the class or PEFT
     extra: str | None = None  # the text of EXTRA_FILE, if there is any
 
 
 def shared_between(parts: Iterable[Part]) -> tuple[tuple[str, ...], ...]:
-    """Groups of "part:name" that are one tensor in different parts, by the names that their modules have for it.
+    """Groups of "part:name" that are one tensor in different parts, with the name in each part's module.
 
-    Adapters have none: PEFT puts the name of the adapter into those that are stored.
+    Adapters are left out, because PEFT changes the names that it stores.
     """
     groups: dict[int, dict[str, None]] = {}
     for part in (part for part in parts if part.kind != "adapter"):
@@ -91,7 +90,7 @@ def lossy_casts(part: Part) -> dict[str, int]:
 
 
 def main_dtype(part: Part) -> str:
-    """The dtype that most elements of the part have in the file: what its config should say."""
+    """The dtype of most elements of the part in the file, for its config."""
     weight: dict[str, int] = {}
     for entry in part.entries:
         if entry.dtype.is_floating_point:
@@ -105,16 +104,16 @@ Merged = bool | str | Iterable[str] | Mapping[str, float]
 
 @dataclass(frozen=True)
 class MergeChoice:
-    """Which adapters are merged: those that are active, or `adapters`; each times its weight where there are any."""
+    """The adapters to merge: `adapters`, or the active ones if empty; each multiplied by its weight, if given."""
 
     adapters: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
 
 
 def merge_choice(merged: Merged) -> MergeChoice | None:
-    """The adapters that `merged` names: True for those that are active, False for none, a mapping with weights.
+    """The choice for the argument `merged`: True for the active adapters, False for none, names, or names with weights.
 
-    Raises ConfigError for names that come twice and weights that are no numbers.
+    Raises ConfigError for repeated names and weights that are not finite.
     """
     if isinstance(merged, bool):
         return MergeChoice() if merged else None

@@ -1,4 +1,4 @@
-"""Turns a request into parts: one for each folder that something can load."""
+"""Turns a request into parts, one for each loadable folder."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,19 +17,19 @@ Attribute = str | Sequence[str] | None
 
 
 def model_inside(model: nn.Module) -> nn.Module:
-    """The model whose weights torch's AveragedModel (EMA, SWA) holds; any other model as it is.
+    """The model inside torch's AveragedModel (EMA, SWA); any other model itself.
 
-    Its count of averages belongs to the run, which keeps it when the AveragedModel is registered.
+    The number of averages belongs to the run, which stores it if the AveragedModel is registered.
     """
     inside = model.module if isinstance(model, AveragedModel) else model
     return inside if isinstance(inside, nn.Module) else model
 
 
 def is_of_adapters(model: nn.Module, adapter_only: bool | None, attribute: Attribute) -> bool:
-    """Whether a save is of adapters alone; of a model without adapters that goes without saying.
+    """Whether a save stores the adapters alone; False for a model without adapters.
 
-    Raises SelectionError for a model with adapters of which nothing was said: a folder with the base in it is what
-    every other reader takes for the trained model.
+    Raises SelectionError for a model with adapters if `adapter_only` is None, because other readers take a folder with
+    the base for the trained model.
     """
     if adapter_only is not None:
         return adapter_only
@@ -56,8 +56,8 @@ def parts_of(
 ) -> list[Part]:
     """The parts of a save. A single attribute goes to the checkpoint's own folder, a list to a folder each.
 
-    `extra` is what the model's state dict lists that is no tensor; `merged` are adapters that go into the base. Raises
-    SelectionError and its kin when the model does not have what was asked for, IncompleteError naming tensors that
+    `extra`: non-tensor values of the model's state dict; `merged`: adapters to merge into the base. Raises
+    SelectionError or a subclass when the model lacks what was requested, IncompleteError naming tensors that
     would be left out and by no rule.
     """
     if attribute is None or isinstance(attribute, str):

@@ -1,8 +1,8 @@
 """Describes a plain `nn.Module` as JSON, and rebuilds it without running a constructor or importing anything.
 
-A value head has no config of its own to rebuild it from. `describe_module` records its classes, simple attributes,
-parameter and buffer shapes; `build_module` puts the same tree together again, parameters on the meta device, from
-classes this process has already imported. The values come from the safetensors file beside the description.
+A value head, for example, has no config to rebuild it from. `describe_module` records classes, simple attributes,
+parameter and buffer shapes; `build_module` rebuilds the tree from classes that this process has already imported, with
+parameters on the meta device. The values come from the weights file.
 """
 
 import base64
@@ -26,7 +26,7 @@ DESCRIPTION_FORMAT = 1  # raised when an older reader could misread a newer desc
 Shapes = Mapping[str, Sequence[int]]
 
 _INTERNAL = frozenset(vars(nn.Module())) | {name for name in dir(nn.Module) if name.startswith("_")}
-_CONVERSIONS = frozenset({"type", "float", "half", "double", "cpu", "cuda"})  # torch's, whose names people take
+_CONVERSIONS = frozenset({"type", "float", "half", "double", "cpu", "cuda"})  # methods that users' attributes shadow
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _MAX_BUFFER_BYTES = 16 << 20  # a non-persistent buffer larger than this is described by its shape only
 
@@ -44,19 +44,18 @@ def module_text(module: nn.Module, shapes: Shapes | None = None) -> str:
 def describe_module(module: nn.Module, shapes: Shapes | None = None) -> dict[str, Any]:
     """A JSON tree from which `build_module` makes an equal module.
 
-    `shapes`: global shapes by clean parameter name, where the engine holds flat shards whose own shape says nothing
-    (FSDP1). Without it the shape is the parameter's, `ds_shape` under ZeRO-3.
+    `shapes`: global shapes by clean parameter name, for engines with flat shards (FSDP1). Without it the shape is the
+    parameter's, `ds_shape` under ZeRO-3.
     """
     return {"format": DESCRIPTION_FORMAT, **_ModuleDescriber(shapes or {}).describe_node(module, "")}
 
 
 def build_module(description: Mapping[str, Any], classes: Mapping[str, type] | None = None) -> nn.Module:
-    """The module `describe_module` described: parameters and persistent buffers on the meta device, in train mode.
+    """The module from its description: parameters and persistent buffers on the meta device, in train mode.
 
-    `classes`: "package.module:Class" or "Class" to the class to use, before those already imported in this process.
-    No constructor runs and nothing but transformers' own models is imported. Attributes that could not be recorded
-    are named in a warning. Raises LoadError when a class is not to be had or is no nn.Module, or the description is
-    malformed.
+    `classes`: "package.module:Class" or "Class" -> class; they take precedence over imported classes. No constructor
+    runs, and only transformers' models are imported. A warning names attributes that could not be recorded. Raises
+    LoadError when a class is not available or no nn.Module, or the description is malformed.
     """
     try:
         version = description["format"]
@@ -72,7 +71,7 @@ def build_module(description: Mapping[str, Any], classes: Mapping[str, type] | N
 
 
 class _ModuleDescriber:
-    """One walk over a module; tensors and modules met twice are recorded once, then as `same_as` their first name."""
+    """One traversal of a module; a tensor or module that occurs again is recorded as `same_as` its first name."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
@@ -138,7 +137,7 @@ class _ModuleBuilder:
         module: nn.Module = object.__new__(self.classes[node["class"]])
         nn.Module.__init__(module)
         self.made[path] = module
-        # past __setattr__ and properties: those are code of the class, and what they expect is not there yet
+        # Bypasses __setattr__ and properties: they are code of the class and expect a complete object.
         vars(module).update({key: decode_value(value) for key, value in node["attributes"].items()})
         for record in node["parameters"]:
             module._parameters[record["name"]] = self.build_tensor(record, path, _empty_parameter)
@@ -159,7 +158,7 @@ class _ModuleBuilder:
 
 
 def tensor_at(module: nn.Module, name: str) -> Any:
-    """The attribute of `module` under a dotted name; None for none."""
+    """The attribute of `module` under a dotted name; None if there is none."""
     path, _, key = name.rpartition(".")
     try:
         return getattr(module.get_submodule(path), key)
@@ -174,20 +173,20 @@ def put_at(module: nn.Module, name: str, value: Any) -> None:
 
 
 def _is_method(cls: type, name: str) -> bool:
-    """Whether the class has a function of that name, which an attribute would take the place of."""
+    """Whether the class has a function of that name, which an attribute would shadow."""
     found = None if name in _CONVERSIONS else inspect.getattr_static(cls, name, None)
     return isinstance(found, (staticmethod, classmethod)) or (callable(found) and not isinstance(found, type))
 
 
 def _refuse_method_names(node: Mapping[str, Any], cls: type, path: str) -> None:
-    """Raise LoadError where a description would change what its class does, and not only what it holds."""
+    """Raise LoadError if a description would change the behaviour of its class and not only its data."""
     taken = [name for name in node["attributes"] if name in _INTERNAL or _is_method(cls, name)]
-    held = [record["name"] for record in (*node["parameters"], *node["buffers"])]
-    held += [name for name, _ in node["children"]]
-    odd = [name for name in held if not name or "." in name or name in _INTERNAL or _is_method(cls, name)]
-    if taken or odd:
-        names = listing([_join_path(path, name) for name in (*taken, *odd)], ", ")
-        raise LoadError(f"{MODULE_NAME}: {names}: names of methods, or of no attribute; the checkpoint is damaged")
+    names = [record["name"] for record in (*node["parameters"], *node["buffers"])]
+    names += [name for name, _ in node["children"]]
+    invalid = [name for name in names if not name or "." in name or name in _INTERNAL or _is_method(cls, name)]
+    if taken or invalid:
+        wrong = listing([_join_path(path, name) for name in (*taken, *invalid)], ", ")
+        raise LoadError(f"{MODULE_NAME}: {wrong}: names of methods, or of no attribute; the checkpoint is damaged")
 
 
 def _simple_attributes(module: nn.Module, parameters: set[str]) -> tuple[dict[str, Any], list[str]]:
@@ -196,7 +195,7 @@ def _simple_attributes(module: nn.Module, parameters: set[str]) -> tuple[dict[st
     for name, value in vars(module).items():
         if name in _INTERNAL | parameters or is_engine_attribute(name, value):
             continue
-        if _is_method(user_class(type(module)), name):  # what the class does is not in a description
+        if _is_method(user_class(type(module)), name):  # a description has no code
             opaque.append(name)
             continue
         try:
@@ -207,16 +206,16 @@ def _simple_attributes(module: nn.Module, parameters: set[str]) -> tuple[dict[st
 
 
 def _own_hooks(module: nn.Module) -> list[str]:
-    """What a user has hung on the module's forward, which is code and changes what it computes."""
-    return [name for name in _HOOKS if any(not _is_of_engine(hook) for hook in vars(module)[name].values())]
+    """The kinds of forward hooks that a user has registered on the module: code that changes its output."""
 
+    def is_of_engine(hook: Any) -> bool:
+        return is_engine_code(str(getattr(getattr(hook, "func", hook), "__module__", "")))
 
-def _is_of_engine(hook: Any) -> bool:
-    return is_engine_code(str(getattr(getattr(hook, "func", hook), "__module__", "")))
+    return [name for name in _HOOKS if not all(map(is_of_engine, vars(module)[name].values()))]
 
 
 def _buffer_data(buffer: torch.Tensor | None) -> str | None:
-    """The bytes of a non-persistent buffer, which no weights file holds; None when they cannot be had here."""
+    """The bytes of a non-persistent buffer, which is in no weights file; None if they are not available."""
     if buffer is None or type(buffer) is not torch.Tensor or buffer.is_meta or buffer.is_quantized:
         return None
     if buffer.layout is not torch.strided or buffer.numel() * buffer.element_size() > _MAX_BUFFER_BYTES:
@@ -253,7 +252,7 @@ def _find_classes(description: Mapping[str, Any], classes: Mapping[str, type]) -
 
 
 def _find_class(name: str, classes: Mapping[str, type]) -> type | str:
-    """The class, or what is wrong. Reads dictionaries only: getattr on a lazy module would import."""
+    """The class, or the problem in words. Reads dictionaries only: getattr on a lazy module would import."""
     module_name, _, qualname = name.partition(":")
     found: Any = classes.get(name, classes.get(qualname))
     if found is None:

@@ -1,4 +1,4 @@
-"""Builds an empty transformers model from its folder: of known classes only, no larger than its tensors allow."""
+"""Builds an empty transformers model from its folder: known classes only, bounded by the stored tensors."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -26,13 +26,13 @@ from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.scratch import local_folder
 from ft_ckpt.storage.store import Store, read_text
 
-_PARAMETERS_A_TENSOR = 16  # a stored tensor may be cut into several, and each be made more than once
+_PARAMETERS_A_TENSOR = 16  # a stored tensor may be split, and a parameter may be registered more than once
 _MOST_ELEMENTS = 1 << 27  # of a buffer: a causal mask of 11,000 positions, a table of 100 million
 _FACTORIES = frozenset((torch.ones, torch.zeros, torch.full, torch.arange, torch.rand, torch.randn))
 
 
 def model_class(name: str) -> Any:
-    """The model class of transformers of that name; None when it has none, whatever else is called so."""
+    """The model class of that name in transformers; None for any other object."""
     import transformers
 
     cls = getattr(transformers, name, None) if name.isidentifier() else None
@@ -40,7 +40,7 @@ def model_class(name: str) -> Any:
 
 
 def checked_config(store: Store, record: PartRecord) -> dict[str, Any]:
-    """The contents of config.json, with counts checked first: a model of a billion layers would be built for ever."""
+    """The contents of config.json after a check of its counts: a model of a billion layers would never be built."""
     config: dict[str, Any] = json.loads(read_text(store, beside_weights(record, "config.json")))
     if absurd := absurd_counts(config):
         raise LoadError(
@@ -51,7 +51,7 @@ def checked_config(store: Store, record: PartRecord) -> dict[str, Any]:
 
 
 def empty_model(cls: Any, held: OpenCheckpoint, record: PartRecord) -> Any:
-    """The model without memory for its parameters; None when transformers has to convert it."""
+    """The model without memory for its parameters; None if transformers must convert it."""
     weights = {name.rpartition("/")[2] for name in weight_names(record)}
     with companions_here(held, record, lambda name: name not in weights) as folder:
         model = _empty_model_of(cls, folder, record)
@@ -61,7 +61,7 @@ def empty_model(cls: Any, held: OpenCheckpoint, record: PartRecord) -> Any:
 
 
 def is_converted(model: nn.Module) -> bool:
-    """Whether transformers writes tensors of its `model`, wrapped or not, otherwise than they are in memory."""
+    """Whether transformers converts tensors of its `model`, wrapped or not, between memory and file."""
     user = unwrap(model)
     if not is_pretrained(user) or getattr(user, "is_quantized", False):
         return False
@@ -72,16 +72,16 @@ def is_converted(model: nn.Module) -> bool:
 def companions_here(
     held: OpenCheckpoint, record: PartRecord, wanted: Callable[[str], bool] = lambda _: True
 ) -> Iterator[Path]:
-    """The path of a part's folder for libraries, while the block runs; the part may lie in a bucket.
+    """The path of a part's folder for libraries, also for a part in a bucket, while the block runs.
 
-    Files in folders below it are other parts'.
+    Files in subfolders belong to other parts.
     """
     with local_folder(Place(held.store, record.path), lambda name: "/" not in name and wanted(name)) as folder:
         yield folder
 
 
 def name_origin(model: nn.Module, read_from: Path, held: OpenCheckpoint, record: PartRecord) -> None:
-    """Let models of transformers and their configs say that they come from the folder they were found at."""
+    """Set `name_or_path` of transformers models and their configs to the original folder."""
     for module in model.modules():
         owners: list[Any] = [module, getattr(module, "config", None)]
         for owner in owners:
@@ -107,12 +107,12 @@ def _empty_model_of(cls: Any, folder: Path, record: PartRecord) -> Any:
 
 
 def most_parameters(record: PartRecord) -> int:
-    """More parameters than any model of the stored tensors has."""
+    """An upper bound on the parameters of any model with the stored tensors."""
     return _PARAMETERS_A_TENSOR * (len(record.tensors) + 256)
 
 
 def class_of_own_code(config: Mapping[str, Any], record: PartRecord) -> Any:
-    """The auto class that finds the class of a model with code of its own; transformers runs that only if it may."""
+    """The auto class for a model with code of its own, which transformers runs only with `trust_remote_code`."""
     import transformers
 
     if not config.get("auto_map"):
@@ -125,7 +125,7 @@ def class_of_own_code(config: Mapping[str, Any], record: PartRecord) -> Any:
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Models of transformers that are made while the block runs have no memory for parameters; buffers have values."""
+    """In the block, transformers models are made without memory for parameters; buffers get their values."""
     from accelerate import init_empty_weights
     from transformers.initialization import guard_torch_init_functions
 
@@ -135,10 +135,10 @@ def without_memory() -> Iterator[None]:
 
 @contextmanager
 def listing_own(record: PartRecord) -> Iterator[None]:
-    """Let models of transformers list parameters and buffers alone while the block runs, in the types of the files.
+    """In the block, state dicts of transformers models have parameters and buffers only, in the dtypes of the files.
 
-    Its loader takes whatever a state dict lists for a tensor that it may put in place itself, a parameter as it goes,
-    and leaves a tensor its type only where the model lists it so: else all are rounded to the type of the config.
+    The loader of transformers assigns every entry of a state dict as a tensor, and rounds each tensor to the dtype of
+    the config unless the state dict has it in the stored dtype.
     """
     whole = nn.Module.state_dict
 
@@ -148,7 +148,7 @@ def listing_own(record: PartRecord) -> Iterator[None]:
         found = ModelTensors(module).sources(allow_meta=True)
         sources = {name: source for name, source in found.items() if not source.is_added}
         listed = {name: source.live.detach() for name, source in sources.items()}
-        empty = any(tensor.is_meta for tensor in listed.values())  # what has values is as it was read
+        empty = any(tensor.is_meta for tensor in listed.values())  # tensors with values have been read
         types = _stored_types(module, sources, record) if empty else {}
         return {name: tensor.to(types.get(name)) if tensor.is_meta else tensor for name, tensor in listed.items()}
 
@@ -160,7 +160,7 @@ def listing_own(record: PartRecord) -> Iterator[None]:
 
 
 def _stored_types(module: nn.Module, sources: Mapping[str, Source], record: PartRecord) -> dict[str, torch.dtype]:
-    """The types that the model's tensors have in the files, by name; of those made from several, one that holds all."""
+    """The stored dtypes of the model's tensors by name; for a tensor made from several, one that represents all."""
     stored, types = {tensor.name: dtype_of(tensor.dtype) for tensor in record.tensors}, dict[str, torch.dtype]()
     for entry in converted_entries(module, sources):
         for source in entry.sources if entry.name in stored else ():
@@ -170,14 +170,14 @@ def _stored_types(module: nn.Module, sources: Mapping[str, Source], record: Part
 
 @contextmanager
 def leave_parameters_unfilled() -> Iterator[None]:
-    """Transformers leaves parameters that are made while the block runs as they are: drawing numbers for nothing costs
-    more than mapping a model. Buffers get their values.
+    """In the block, transformers does not initialise parameters, which costs more than mapping a model. Buffers get
+    their values.
     """
     register = nn.Module.register_parameter
 
     def mark_filled(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None:
-            vars(param).pop("_is_hf_initialized", None)  # a tied one comes again, and Accelerate makes it anew
+            vars(param).pop("_is_hf_initialized", None)  # set if it is tied and registered again
         register(module, name, param)
         if param is not None:
             module._parameters[name]._is_hf_initialized = True  # type: ignore[union-attr]
@@ -190,7 +190,7 @@ def leave_parameters_unfilled() -> Iterator[None]:
 
 
 class _Bounded(TorchFunctionMode):
-    """Refuses to make a tensor of values that has more than _MOST_ELEMENTS, before there is memory for it."""
+    """Refuses factory calls for more than _MOST_ELEMENTS elements before memory is allocated."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -206,9 +206,9 @@ class _Bounded(TorchFunctionMode):
 
 @contextmanager
 def limit_parameters(parameters: int, source: str) -> Iterator[None]:
-    """Stop the making of a model of more than so many parameters, or of a huge buffer, which `source` asked for.
+    """In the block, raise a LoadError naming `source` for a model of more parameters, or for a huge buffer.
 
-    Raises a LoadError before the memory is taken. Parameters are made without memory, buffers with it.
+    It is raised before memory is allocated. Parameters are made without memory, buffers with it.
     """
     register, made = nn.Module.register_parameter, 0
 

@@ -1,6 +1,6 @@
-"""Compare what decides the output of a checkpoint beside its tensors: configs, code, extra state, ids of tokens.
+"""Compares everything besides tensors that affects the output of a checkpoint: configs, code, extra state, token ids.
 
-Every field of a config counts unless it is listed here as harmless. A field that a library adds later counts.
+Every field of a config counts unless it is listed here as harmless, including fields that libraries add later.
 """
 
 import copy
@@ -16,7 +16,7 @@ from ft_ckpt.errors import CorruptError, damaged_input
 from ft_ckpt.storage.store import Store, read_text
 
 MODULE_NAME = "module.json"
-EXTRA_FILE = "extra_state.json"  # what modules list in their state dict that is no tensor
+EXTRA_FILE = "extra_state.json"  # non-tensor values of state dicts
 SETTINGS_FILES = {"model": "config.json", "adapter": "adapter_config.json", "module": MODULE_NAME}
 
 # Fields of a model's config that do not change the output in eval mode; fields of dropout are harmless as well.
@@ -43,7 +43,7 @@ _UNORDERED = frozenset({  # PEFT tests membership only, and writes some of them 
 # Fields of AdaLoRA that decide which ranks training gives: its ranks and scores are in the state of a run.
 _ADALORA_FIELDS = ("rank_pattern", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "total_step")
 _ABSENT = object()
-_MOST_LAYERS = 1 << 16  # of anything: what a config may ask for before it is held against the tensors
+_MOST_LAYERS = 1 << 16  # bound on all counts in a config, before it is compared with the tensors
 _COUNT = re.compile(r"\w*(layer|block|depth|stage|expert|head)s?")
 
 Difference = tuple[str, str, str]  # field, value in the first, value in the other
@@ -104,7 +104,7 @@ def absurd_counts(config: Mapping[str, Any]) -> list[str]:
 
 
 def _counts_in(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """The numbers in a config that say how many of something the model has, however deep inside."""
+    """The counts of layers and the like in a config, at any depth."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _counts_in(inner, key)
