@@ -200,10 +200,13 @@ def test_a_progress_bar_shows_a_label_as_text(monkeypatch, capfd):
 
 def test_a_crash_of_the_command_is_printable():
     code = f"""
+import sys
 import ft_ckpt.cli as cli
+from ft_ckpt.checkpoint import catalog
 def fail(*_, **__):
     raise KeyError("x") from ValueError({MARK!r})
-cli.app = fail
+catalog.discover = fail
+sys.argv = ["ft-ckpt", "ls", "."]
 cli.main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
