@@ -15,33 +15,35 @@ from ft_ckpt.storage.read_ahead import Block, Memory, address_of, new_block, new
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether tensors of `device` lie in memory that the host does not read."""
+    """Whether tensors on `device` are outside of host memory."""
     return device.type not in ("cpu", "meta")
 
 
 def current_device() -> torch.device | None:
-    """The accelerator that this thread computes on, with its number; None where there is none."""
+    """The current accelerator of this thread, with its index; None without one."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return None if device is None else torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether `device` is of the kind that torch calls this process's accelerator, which has streams and events."""
+    """Whether `device` is of the type of torch's current accelerator, which has streams and events."""
     return is_accelerator(device) and device.type == getattr(torch.accelerator.current_accelerator(), "type", None)
 
 
 def choosing_device(device: torch.device) -> AbstractContextManager[None]:
-    """A block in which `device` is this thread's: a new thread's is the first, which would be woken up for nothing."""
+    """A block with `device` as this thread's current one: a new thread starts with the first, which would be
+    initialised.
+    """
     return torch.accelerator.device_index(device.index) if has_streams(device) else nullcontext()
 
 
 _WIPEONFORK = 18  # linux 4.14: MADV_WIPEONFORK
 _PORTABLE = 1  # for all devices of the process
-_LEAST_OWN_BYTES = 16 << 20  # below, what rounding takes is little, and torch's allocator has it at hand
+_LEAST_OWN_BYTES = 16 << 20  # below, torch's allocator rounds up little and is faster
 
 
 def pinned_memory(size_bytes: int, device: torch.device) -> Tensor:
-    """New memory for copies from and to `device`: bytes, in one dimension, page-aligned where it is large."""
+    """New memory for copies from and to `device`: uint8, one dimension; page-aligned if it is large."""
     if size_bytes and has_streams(device):
         is_large = size_bytes >= _LEAST_OWN_BYTES and size_bytes & (size_bytes - 1)
         block = _registered_block(size_bytes, device) if is_large else None
@@ -53,69 +55,68 @@ def pinned_memory(size_bytes: int, device: torch.device) -> Tensor:
 
 
 def pinned_block(size_bytes: int, device: torch.device) -> Memory:
-    """The same as a block for reading into."""
+    """Like `pinned_memory`, as a block to read into."""
     memory: Any = pinned_memory(size_bytes, device).numpy()
     return memoryview(memory)
 
 
 class RegisteredBlock(Block):
-    """Memory that is registered with a backend for as long as anything uses it; in a forked process it is empty."""
+    """Memory that stays registered with a backend while it is referenced; empty in a forked process."""
 
-    device: torch.device | None = None  # once it is registered
-    process = 0  # by which
+    device: torch.device | None = None  # set when it is registered
+    process = 0  # that registered it
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Let the backend go before the memory does; at the end of the process the system does both."""
+        """Unregister before the memory is freed; at exit the system does both."""
         if self.device is not None and not is_ending() and self.process == os.getpid():
             with choosing_device(self.device):
                 _runtime_of(self.device).cudaHostUnregister(address_of(self))
 
 
 def _registered_block(size_bytes: int, device: torch.device) -> RegisteredBlock | None:
-    """New memory that is registered; None where the backend does not offer that, or refuses it."""
+    """New registered memory; None if the backend does not support it, or refuses."""
     runtime = _runtime_of(device)
     if runtime is None:
         return None
     block = new_block_of(RegisteredBlock, size_bytes)
-    # Pages shared with a fork, such as a worker that loads data, are copied at the first write of either side; the
-    # device would go on with the old ones. A fork has empty pages there instead of none, since it unmaps them.
+    # Pages shared with a forked process, such as a data loader's worker, are copied at the first write of either
+    # process, and the device would still use the old pages. So a fork gets empty pages; without any, unmapping fails.
     with choosing_device(device), suppress(OSError):
         block.madvise(_WIPEONFORK)
         if not int(runtime.cudaHostRegister(address_of(block), size_bytes, _PORTABLE)):
             block.device, block.process = device, os.getpid()
             return block
-        with suppress(RuntimeError):  # takes the error away, which the next kernel would report as its own
+        with suppress(RuntimeError):  # clears the error, which the next kernel would report
             torch.zeros(1, device=device)
     return None
 
 
 def _runtime_of(device: torch.device) -> Any:
-    """CUDA's runtime, or ROCm's under the same names: torch has no call for this that is every backend's."""
+    """CUDA's runtime, or ROCm's, which has the same names: torch has no general call for this."""
     offer = getattr(torch.get_device_module(device), "cudart", None)
     return None if offer is None else offer()
 
 
-PIECE_BYTES = 8 << 20  # on its way to the host while another one is used
+PIECE_BYTES = 8 << 20  # copied to the host while the previous piece is in use
 
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """What a thread had asked of a device up to a moment."""
+    """The work that a thread had queued on a device at some point."""
 
     device: torch.device
-    event: Any  # None where the device has none: all was done before the moment was made
+    event: Any  # None if the backend has no events: the work was done when this was made
 
     def await_done(self) -> None:
-        """Wait until the device has done it."""
         if self.event is not None:
             _await_call(self.device, self.event.synchronize)
 
 
 @torch.no_grad()
 def record_moment(device: torch.device) -> Moment:
-    """The moment of the call: what this thread has asked of `device` on its current stream.
+    """The work that this thread has queued on the current stream of `device`.
 
-    It does not wait, but where the backend has no events.
+    Blocks only if the backend has no events.
     """
     event = None
     if has_streams(device):
@@ -130,9 +131,9 @@ def record_moment(device: torch.device) -> Moment:
 
 @torch.no_grad()
 def copy_to_host(pairs: Iterable[tuple[Tensor, Tensor]], after: Moment) -> None:
-    """Fill host tensors, the first of each pair, from those of the device of `after`, as they are after that moment.
+    """Fill host tensors (the first of each pair) from device tensors, after the moment `after`.
 
-    They are copied beside what the device is asked for meanwhile. All bytes are there when this returns.
+    The copies run on a stream of their own, beside other work of the device. All bytes are there when this returns.
     """
     stream = _new_stream(after.device)
     if stream is None:
@@ -146,15 +147,15 @@ def copy_to_host(pairs: Iterable[tuple[Tensor, Tensor]], after: Moment) -> None:
         with choosing_device(after.device), stream:
             for target, live in pairs:
                 target.copy_(live, non_blocking=True)
-    finally:  # also of those before one that failed: their memory may be used for something else from here on
+    finally:  # also after a failure: the caller may reuse the memory of the earlier copies
         _await_call(after.device, stream.synchronize)
 
 
 @torch.no_grad()
 def host_pieces(flat: Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[Tensor]:
-    """The elements of a tensor of one dimension on an accelerator, in order, in pieces on the host.
+    """The elements of a one-dimensional accelerator tensor, in order, in pieces on the host.
 
-    A piece is valid until the next one is asked for; that one comes over meanwhile.
+    A piece is valid until the next one is requested; that one is copied meanwhile.
     """
     step, is_later = max(1, piece_bytes // flat.element_size()), has_streams(flat.device)
     rooms = [pinned_memory(min(step, flat.numel()) * flat.element_size(), flat.device) for _ in range(2)]
@@ -175,22 +176,20 @@ def host_pieces(flat: Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[Tensor
 
 
 class PinnedBlocks:
-    """Blocks to read files into whose bytes `devices` copy, on this thread's streams: a `BlockKeeper`."""
+    """A `BlockKeeper` of pinned blocks, whose bytes `devices` copy on this thread's streams."""
 
     def __init__(self, devices: frozenset[torch.device]) -> None:
         self.devices = devices
         self._copied: dict[int, list[Moment]] = {}  # by the block's address
 
     def make_block(self, size_bytes: int) -> Memory:
-        """New memory, pinned for all devices."""
         return pinned_block(size_bytes, next(iter(self.devices)))
 
     def leave_block(self, block: Memory) -> None:
-        """What the devices have been asked for so far may be copying from it."""
+        """Work that is queued on the devices now may still copy from it."""
         self._copied[address_of(block)] = [record_moment(device) for device in self.devices]
 
     def await_block(self, block: Memory) -> None:
-        """Wait for these copies."""
         for moment in self._copied.pop(address_of(block), ()):
             moment.await_done()
 
@@ -201,7 +200,7 @@ def _arrived_piece(piece: Tensor, moment: Moment) -> Tensor:
 
 
 def _new_stream(device: torch.device) -> Any:
-    """A stream beside the current one; None where the backend has none that can be chosen."""
+    """A new stream; None if the backend has none that can be selected."""
     if has_streams(device):
         with suppress(RuntimeError), choosing_device(device):
             stream = torch.Stream(device)
@@ -211,9 +210,9 @@ def _new_stream(device: torch.device) -> Any:
 
 
 def _await_call(device: torch.device, call: Callable[[], Any]) -> None:
-    """Wait by `call`, or where the backend has no such thing, until `device` has done all it was asked for.
+    """Wait by `call`, or if the backend does not support it, until `device` is idle.
 
-    What went wrong on the device is raised either way.
+    Errors of the device are raised either way.
     """
     with choosing_device(device):
         try:

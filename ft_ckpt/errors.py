@@ -2,27 +2,27 @@
 
     CheckpointError
     ├── ConfigError            ValueError          a setting that cannot work
-    ├── SelectionError         ValueError          what was asked for is not in the model
+    ├── SelectionError         ValueError          the requested part is not in the model
     │   ├── UnknownAttributeError  AttributeError  no such submodule
     │   └── NotAnAdapterError      TypeError       adapter_only on a model without adapters
     ├── IncompleteError        ValueError          gathered or staged tensors differ from the live model
     ├── CompanionError         ValueError          config, generation config or tokenizer cannot be saved as they are
-    ├── TargetError            OSError             the place to write to cannot be written
-    │   ├── NoSpaceError           OSError(ENOSPC) not enough room, found before or while writing
-    │   └── NameTakenError         FileExistsError something that was to be new is there already
+    ├── TargetError            OSError             the target cannot be written
+    │   ├── NoSpaceError           OSError(ENOSPC) not enough space, found before or while writing
+    │   └── NameTakenError         FileExistsError a file or object that must be new exists already
     ├── ManifestError          ValueError          a manifest that is absent, malformed or from a newer ft_ckpt
     │   └── NotACheckpointError    FileNotFoundError   no committed checkpoint there
     ├── CorruptError           ValueError          files differ from what the manifest recorded
-    │   ├── UnreadableError        OSError             the system would not read a file just now
-    │   └── MissingError           FileNotFoundError   nothing of that name in a store
+    │   ├── UnreadableError        OSError             a file that cannot be read now; it may be whole
+    │   └── MissingError           FileNotFoundError   no object of that name in a store
     ├── LoadError              ValueError          a strict load that did not fit
-    │   └── BaseMismatchError      ValueError      an adapter put on another base than it was trained on
+    │   └── BaseMismatchError      ValueError      an adapter loaded onto another base than it was trained on
     └── RankError              RuntimeError        another rank failed
         └── RanksDisagreeError     RuntimeError    ranks called with different arguments, or not at all
 
-Each is also a builtin exception, so code that knows nothing of ft_ckpt can catch it. A message says what was
-found, what was expected, and what to do, with the name of the tensor or file first. It is one printable line without
-secrets, whatever was quoted in it, see `messages.printable`.
+Each is also a builtin exception, so that code without ft_ckpt can catch it. A message names the tensor or file first,
+then what was found, what was expected, and what to do. It is one printable line without secrets, see
+`messages.printable`.
 """
 
 import errno
@@ -51,7 +51,7 @@ class ConfigError(CheckpointError, ValueError):
 
 
 class SelectionError(CheckpointError, ValueError):
-    """What was asked for is not in the model."""
+    """The requested part is not in the model."""
 
 
 class UnknownAttributeError(SelectionError, AttributeError):
@@ -71,7 +71,7 @@ class CompanionError(CheckpointError, ValueError):
 
 
 class TargetError(CheckpointError, OSError):
-    """The place to write to cannot be written."""
+    """The target cannot be written."""
 
 
 class NoSpaceError(TargetError):
@@ -85,7 +85,7 @@ class NoSpaceError(TargetError):
 
 
 class NameTakenError(TargetError, FileExistsError):
-    """A write that must make something new found that its name is taken."""
+    """A write that must create a new object found that the name is taken."""
 
 
 class ManifestError(CheckpointError, ValueError):
@@ -101,15 +101,15 @@ class CorruptError(CheckpointError, ValueError):
 
 
 class ExcessError(CorruptError):
-    """Input that does, describes or asks for more than its size warrants."""
+    """Input that describes, or needs, more than its size warrants."""
 
 
 class UnreadableError(CorruptError, OSError):
-    """A file that the system would not read just now; it may be whole."""
+    """A file that the system cannot read now; it may be whole."""
 
 
 class MissingError(CorruptError, FileNotFoundError):
-    """Nothing of that name in a store."""
+    """No object of that name in a store."""
 
 
 class LoadError(CheckpointError, ValueError):
@@ -117,7 +117,7 @@ class LoadError(CheckpointError, ValueError):
 
 
 class BaseMismatchError(LoadError):
-    """An adapter is being put on a base model other than the one it was trained on."""
+    """An adapter is loaded onto another base model than it was trained on."""
 
 
 class RankError(CheckpointError, RuntimeError):
@@ -129,7 +129,7 @@ class RanksDisagreeError(RankError):
 
 
 def listing(items: list[str], separator: str = "; ", most: int = 8) -> str:
-    """The first `most` of `items` in one line, with the number left out: every message lists problems this way."""
+    """The first `most` of `items` in one line, and the number of the others."""
     shown = separator.join(items[:most])
     return shown if len(items) <= most else f"{shown}{separator}and {len(items) - most} more"
 
@@ -155,7 +155,7 @@ def is_number(value: Any, least: float = -math.inf, most: float = math.inf, *, w
 
 @contextmanager
 def explained(target: object) -> Iterator[None]:
-    """Every OSError of the block comes out as a TargetError, or as a NoSpaceError where there is no room."""
+    """Convert every OSError of the block into a TargetError, or a NoSpaceError if the disk is full."""
     try:
         yield
     except CheckpointError:
@@ -169,10 +169,10 @@ def explained(target: object) -> Iterator[None]:
 
 
 class damaged_input:  # noqa: N801 - reads as a statement where it is used; a class, since it is entered for each tensor
-    """Whatever reading `source` raises in the block comes out as one of ours, naming it.
+    """Convert errors of the block, which reads `source`, into ours, naming it.
 
-    What the system refuses is an UnreadableError, a file that is not there a NotACheckpointError; anything else is
-    what damaged bytes did to a library or to our own code: a CorruptError.
+    An OSError becomes an UnreadableError, a missing file a NotACheckpointError; any other error is attributed to
+    damaged bytes and becomes a CorruptError.
     """
 
     __slots__ = ("source",)
@@ -201,18 +201,18 @@ class damaged_input:  # noqa: N801 - reads as a statement where it is used; a cl
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """What the system refused, where that is at the bottom of an error; libraries wrap it in errors of their own."""
+    """The OSError that caused `error`, if there is one; libraries wrap it in errors of their own."""
     while error is not None and not (isinstance(error, OSError) and error.errno is not None):
         error = error.__cause__ or error.__context__
     return error
 
 
 def reason_of(error: OSError) -> str:
-    """What the system says of an error of its own, or of one of ours that stands for it."""
+    """The system's message for an OSError, or for an error of ours with its errno."""
     return error.strerror or (os.strerror(error.errno) if error.errno else str(error))
 
 
 def shown(error: BaseException) -> str:
-    """What an error says, in bounded time and length: values out of a file may be nested without end."""
-    told = [part for part in error.args if isinstance(part, (str, int))]
-    return f"{type(error).__name__}: {', '.join(printable(str(part))[:200] for part in told[:3])}"
+    """The type and message of an error, in bounded time and length: values from a file may be nested endlessly."""
+    parts = [part for part in error.args if isinstance(part, (str, int))]
+    return f"{type(error).__name__}: {', '.join(printable(str(part))[:200] for part in parts[:3])}"

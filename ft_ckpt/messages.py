@@ -1,4 +1,4 @@
-"""Text for terminals and logs. Names, file contents, URLs and answers of servers become printable here.
+"""Text for terminals and logs. Names, file contents, URLs and server responses are made printable here.
 
 Every error, warning, log record and line of output passes `printable`: control characters are escaped, secrets in URLs
 removed. Nothing else in ft_ckpt calls `warnings.warn` or `logging.getLogger`, and only `cli.streams` calls `print`.
@@ -24,7 +24,7 @@ _NAMED_CONTAINER = re.compile(r"(abfss?|wasbs?|ssh|sftp|git)$")  # schemes whose
 
 
 def without_secrets(text: str) -> str:
-    """`text` with "***" for user info and for the values of signing parameters in its URLs, with a scheme or not."""
+    """`text` with "***" for user info and signing parameters in its URLs, with or without a scheme."""
     if ":" in text:
         text = _USER_INFO.sub(_hide_user_info, text)
     return _PARAMETER.sub(rf"\g<1>{SECRET}", text) if "=" in text or "%3" in text else text
@@ -46,14 +46,13 @@ def printable_lines(text: str) -> str:
 
 
 def clean_causes(error: BaseException | None) -> None:
-    """Make the messages of a library's error, and of those that led to it, printable in place: tracebacks show them."""
+    """Make the messages of a library's error and its causes printable in place: tracebacks show them."""
     while error is not None:
         error.args = tuple(printable_lines(arg) if isinstance(arg, str) else arg for arg in error.args)
         error = error.__cause__ or error.__context__
 
 
 def warn(text: str, stacklevel: int = 1) -> None:
-    """`warnings.warn`, printable."""
     warnings.warn(printable(text), stacklevel=stacklevel + 1)
 
 

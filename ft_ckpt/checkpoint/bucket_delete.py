@@ -1,16 +1,16 @@
 """Deletes checkpoints, training states and the leftovers of killed saves in a bucket.
 
-A bucket renames nothing and locks nothing, so each removal is five steps, and may be stopped between any two:
+A bucket has neither renames nor locks, so each removal has five steps, and may be interrupted between any two:
 
-    put a tombstone     a mark, see there, that lists what is to go
-    list the folder     and give way to what is seen: the tombstone is taken back, and nothing has happened
-    the manifest        goes, or another takes its place: from here on nothing lists what is to go
+    put a tombstone     a mark, see `guards`, that lists the files to delete
+    list the folder     and give way to other marks: the tombstone is deleted, nothing else has changed
+    the manifest        is deleted or replaced: from here on no manifest lists the files to delete
     delete the rest     in bulk
     delete the tombstone
 
-A tombstone whose process is dead says what is left to do: delete what it lists and the manifest, if there is one, does
-not. That is nothing where the manifest was not yet touched. Files that no manifest of ours listed stay, except those
-of a save that has died, if its mark says that the folder was clear when it began ("cleared").
+The tombstone of a dead process says what is left to do: delete the files that it lists and the manifest, if there is
+one, does not. If the manifest was not touched yet, that is nothing. Files that no manifest of ours listed stay, except
+those of a dead save whose mark says that the folder was empty when it began ("cleared").
 """
 
 import time
@@ -42,13 +42,13 @@ from ft_ckpt.storage.local_disk import ABANDONED_SECONDS, PREFIX
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.store import Store, Stored
 
-Listed = Mapping[str, Stored]  # the objects of a checkpoint's folder by name
+Listed = Mapping[str, Stored]  # objects of a checkpoint's folder, by name
 
 
 def drop_from_bucket(store: Store) -> Removal:
     """Delete the checkpoint in `store`, unless something guards it; raises as `delete.delete_checkpoint` does."""
     found = store.stat(MANIFEST_NAME)
-    if found is None:  # somebody else was faster
+    if found is None:  # deleted by another process
         return Removal(store.url)
     doomed = manifest_files(store, MANIFEST_NAME)
     done = _remove_files(store, doomed, found.version, partial(store.delete, [MANIFEST_NAME]), spent=None)
@@ -69,11 +69,11 @@ def strip_in_bucket(store: Store) -> Removal:
 
 
 def settle_in_bucket(store: Store, listed: Listed, now: float) -> Removal | None:
-    """Complete what others have begun in the folder `store` and can no more, as it was `listed`; None: nothing is left.
+    """Finish interrupted operations of dead processes in the folder `store`, as `listed`; None if there are none.
 
-    Interrupted removals are finished; where no manifest is, what a save has left that died goes, and its mark a day
-    after the last sign of it, since a process that was thought dead may go on to write. The mark of a save that has
-    committed goes at once.
+    Interrupted removals are finished. Without a manifest, the files of a dead save are deleted; its mark goes a day
+    after its last renewal, because a process that seemed dead may write again. The mark of a committed save goes at
+    once.
     """
     committed, saving = listed.get(MANIFEST_NAME), listed.get(SAVING)
     if committed and saving and clear_spent_mark(store):
@@ -112,14 +112,14 @@ def _remove_files(
     *,
     spent: AbstractSet[str] | None = frozenset(),
 ) -> Removal:
-    """The five steps. `seen` is the version of the manifest that was read, None where there was none; `touch` takes it
-    away or replaces it. `spent` are marks that go, too; None for all but that of a save.
+    """The five steps. `seen`: the version of the manifest that was read, None without one; `touch` deletes or replaces
+    it. `spent`: marks to delete as well; None for all except that of a save.
     """
     begun, tombstone = time.monotonic(), own_mark(f"{TOMBSTONE}-")
     put_mark(store, tombstone, files=[{"path": path} for path in sorted(doomed)])
     listed = {each.name: each for each in store.list()}
     why = _obstacles(store, listed, tombstone, seen, guarded=touch is not None)
-    if not why and time.monotonic() - begun > STALE_SECONDS / 2:  # others may soon take the tombstone for a dead one's
+    if not why and time.monotonic() - begun > STALE_SECONDS / 2:  # the tombstone may soon expire for others
         why = ("its store answers too slowly to delete anything safely",)
     if why:
         store.delete([tombstone])
@@ -136,7 +136,7 @@ def _remove_files(
 
 
 def _obstacles(store: Store, listed: Listed, tombstone: str, seen: str | None, *, guarded: bool) -> tuple[str, ...]:
-    """The reasons to give way. Pins and leases count where the manifest is touched: they are on what it lists."""
+    """The reasons to give way. Pins and leases protect the manifest and the files it lists."""
     own, manifest = listed.get(tombstone), listed.get(MANIFEST_NAME)
     if own is None or (manifest.version if manifest else None) != seen:
         return ("it was changed while it was to be deleted",)
@@ -151,9 +151,9 @@ def _save_under_way(store: Store, listed: Listed, now: float) -> tuple[str, ...]
 
 
 def files_of_save(listed: Iterable[str]) -> set[str]:
-    """The files of a save into a folder that was clear when it began: all that are there, if no others came.
+    """The files of a save into a folder that was empty when it began: all that are there, if there are no others.
 
-    A folder in it that is a checkpoint, or has marks, is others'; then nothing tells whose the rest is.
+    A checkpoint or marks in a folder below belong to others; the owner of the remaining files is then unknown.
     """
     names = set(listed)
     is_run = any(name.endswith(f"/{MANIFEST_NAME}") or f"/{PREFIX}" in name for name in names)

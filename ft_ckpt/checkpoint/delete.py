@@ -1,9 +1,9 @@
 """Deletes one checkpoint, or its training state; after an interruption `finish_deletion` completes the work.
 
-A checkpoint is dropped by renaming its manifest to a tombstone: in that one step it stops being one, and what has to
-be deleted stays on record. Only then are pins and leases looked at once more; where there is one, the manifest goes
-back. Files that the manifest never listed stay. Stripping a checkpoint of its training state is the same with a new
-manifest, without the state, in the old one's place:
+A checkpoint is dropped by renaming its manifest to a tombstone: with this step it stops being a checkpoint, and the
+files to delete stay on record. Pins and leases are then checked once more; if there is one, the manifest is renamed
+back. Files that the manifest never listed stay. Deleting only the training state works the same way, with a new
+manifest without the state:
 
     a tombstone, no manifest    delete what it lists, then the tombstone, then the folder if that left it empty
     a tombstone, a manifest     delete what the first lists and the second does not, then the tombstone
@@ -35,19 +35,19 @@ from ft_ckpt.storage.store import Store, is_inside, read_text
 
 STATE = "state"  # kind of the parts that hold a training state
 _NOTE = "the training state was removed when it was no longer to be kept"
-_BUSY = tuple(f"{PREFIX}{what}-" for what in ("stage", "old"))  # of a save that pours into the folder
+_BUSY = tuple(f"{PREFIX}{what}-" for what in ("stage", "old"))  # folders of a save that pours into this one
 
 
 @dataclass(frozen=True)
 class Removal:
-    """The outcome of deleting a checkpoint or its state."""
+    """The outcome of deleting a checkpoint or its training state."""
 
     path: Path | str
-    why: tuple[str, ...] = ()  # it stays as it was, for these reasons
+    why: tuple[str, ...] = ()  # the reasons why nothing was deleted
     dropped: bool = False
     stripped: bool = False
     freed_bytes: int = 0
-    left: tuple[Path | str, ...] = ()  # files in its folder that it never listed, which stay
+    left: tuple[Path | str, ...] = ()  # unlisted files in its folder, which stay
 
 
 def delete_checkpoint(path: Path) -> Removal:
@@ -57,7 +57,7 @@ def delete_checkpoint(path: Path) -> Removal:
     """
     if why := _deletion_obstacles(path):
         return Removal(path, why=why)
-    with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+    with contextlib.suppress(FileNotFoundError):  # deleted by another process
         local_disk.move(path / MANIFEST_NAME, path / TOMBSTONE)
         local_disk.sync_path(path)
         return finish_deletion(path)
@@ -79,15 +79,15 @@ def delete_state(path: Path) -> Removal:
 
 
 def set_aside(path: Path, manifest: Manifest) -> Path | None:
-    """Give the checkpoint `path`, which is damaged, a hidden name that nothing lists; returns its new path.
+    """Rename the damaged checkpoint `path` to a hidden name, which is not listed; returns the new path.
 
-    None while somebody reads it or saves to it, or where it is no longer the one of `manifest`. Raises OSError.
+    None while it is being read or saved to, or if it is no longer the checkpoint of `manifest`. Raises OSError.
     """
     if lease_reasons(path) or _is_being_saved(path):
         return None
     aside = path.with_name(f".{path.name}.damaged-{secrets.token_hex(4)}")
     local_disk.move(path, aside)
-    if _manifest_or_none(aside / MANIFEST_NAME) != manifest:  # saved anew in that instant
+    if _manifest_or_none(aside / MANIFEST_NAME) != manifest:  # replaced by a save at that moment
         local_disk.move(aside, path)
         return None
     local_disk.sync_path(path.parent)
@@ -95,7 +95,9 @@ def set_aside(path: Path, manifest: Manifest) -> Path | None:
 
 
 def finish_deletion(path: Path) -> Removal:
-    """Do what the tombstone in `path` asks for, as the table on top says; may be interrupted and repeated."""
+    """Complete the deletion that the tombstone in `path` describes, see the table on top; may be interrupted and
+    repeated.
+    """
     if _name_of_gone(path):
         return _remove_folder(path)
     if why := deletion_guards(path):
@@ -114,7 +116,7 @@ def finish_deletion(path: Path) -> Removal:
 
 
 def unfinished_deletions(root: Path) -> list[Path]:
-    """The folders in `root` that wait for `finish_deletion`: with a tombstone, or emptied and on their way out."""
+    """The folders in `root` that need `finish_deletion`: with a tombstone, or emptied and renamed for deletion."""
     found = [path for path in folder_entries(root) if not path.is_symlink()]
     return [path for path in found if _name_of_gone(path) or (path / TOMBSTONE).is_file()]
 
@@ -138,7 +140,7 @@ def without_state(manifest: Manifest) -> Manifest:
 
 
 def manifest_files(store: Store, name: str) -> frozenset[str]:
-    """The files that a manifest or tombstone names. Understands newer ones, too. Raises OSError or CorruptError."""
+    """The files that a manifest or tombstone lists; newer formats are accepted. Raises OSError or CorruptError."""
     file = store.where(name)
     try:
         text = read_text(store, name, MANIFEST_LIMIT_BYTES)
@@ -153,7 +155,7 @@ def manifest_files(store: Store, name: str) -> frozenset[str]:
 
 
 def releasable_bytes(path: Path, names: Iterable[str]) -> int:
-    """Bytes that deleting these files of `path` frees: a file under two names counts once, one linked elsewhere not."""
+    """Bytes that deleting these files of `path` frees; hard links count once, files linked elsewhere not at all."""
     found = local_disk.file_stats(names, path)
     names_of = Counter((each.st_dev, each.st_ino) for each in found)
     once = {(each.st_dev, each.st_ino): each for each in found}
@@ -170,7 +172,7 @@ def folder_entries(folder: Path) -> list[Path]:
 
 
 def _deletion_obstacles(path: Path) -> tuple[str, ...]:
-    """The reasons why `path` cannot be deleted now; an unfinished deletion is one, since it needs its tombstone."""
+    """The reasons why `path` cannot be deleted now; an unfinished deletion is one, because it needs its tombstone."""
     waiting = ("an earlier removal is not finished",) if (path / TOMBSTONE).exists() else ()
     return (*deletion_guards(path), *waiting)
 
@@ -182,7 +184,7 @@ def _is_being_saved(path: Path) -> bool:
 
 
 def _restore_manifest(path: Path) -> bool:
-    """Undo the deletion of `path`, which something guards after all; False when it is damaged or another by now."""
+    """Undo the deletion of `path`, which turned out to be guarded; False when it is damaged or was replaced."""
     was, now = _manifest_or_none(path / TOMBSTONE), _manifest_or_none(path / MANIFEST_NAME)
     if was is None or (now is not None and now.created != was.created) or _is_being_saved(path):
         return False
@@ -196,7 +198,7 @@ def _restore_manifest(path: Path) -> bool:
 def _close_folder(path: Path) -> Removal:
     """Delete the marks and the tombstone of a checkpoint whose files are gone, and its folder if that empties it."""
     if not _other_files(path):
-        gone = path.with_name(f".{path.name}{TOMBSTONE}")  # never an empty folder that looks like a checkpoint
+        gone = path.with_name(f".{path.name}{TOMBSTONE}")  # so that no empty folder has the checkpoint's name
         local_disk.move(path, gone)
         return _remove_folder(gone)
     _unlink_if_there(path / TOMBSTONE)
@@ -207,18 +209,18 @@ def _close_folder(path: Path) -> Removal:
 
 def _remove_folder(gone: Path) -> Removal:
     path = gone.with_name(_name_of_gone(gone))
-    if _other_files(gone):  # somebody put something there in that instant
+    if _other_files(gone):  # a file was added at that moment
         local_disk.move(gone, path)
         return _close_folder(path)
     _unlink_if_there(gone / TOMBSTONE)
-    with contextlib.suppress(OSError):  # something came even now: the next sweep looks again
+    with contextlib.suppress(OSError):  # a file was added since: the next sweep continues
         gone.rmdir()
     local_disk.sync_path(path.parent)
     return Removal(path, dropped=True)
 
 
 def _other_files(path: Path) -> list[Path]:
-    """The entries of a deleted checkpoint's folder besides its tombstone; other marks of ours are deleted here."""
+    """The entries of a deleted checkpoint's folder besides its tombstone; our other marks are deleted here."""
     found = [each for each in folder_entries(path) if each.name != TOMBSTONE]
     spent = [each for each in found if each.name.startswith(PREFIX) and not each.is_dir()]
     for each in spent:
@@ -232,7 +234,7 @@ def _unlink_if_there(file: Path) -> None:
 
 
 def _name_of_gone(path: Path) -> str:
-    """The name of the folder that `_close_folder` renamed to `path`; "" for any other."""
+    """The original name of a folder that `_close_folder` renamed to `path`; "" for any other."""
     named = path.name.startswith(".") and path.name.endswith(TOMBSTONE) and path.is_dir()
     return path.name[1 : -len(TOMBSTONE)] if named else ""
 

@@ -1,9 +1,9 @@
-"""Holds all files of one checkpoint open, so that readers see one save, even if it is replaced or deleted meanwhile.
+"""Opens all files of one checkpoint, so that readers see one save even if it is replaced or deleted meanwhile.
 
-A checkpoint may be replaced or deleted between any two files that are opened by their paths. So every file is opened
-first and the manifest compared again when the last one is open: if it is no longer the one that was read, all is opened
-anew. Readers of any library find the files in a folder of links to them. A bucket is listed instead: each object is
-read in the version listed, or not at all.
+A checkpoint may be replaced or deleted between two files that are opened by path. So every file is opened first, and
+the manifest is compared again when the last one is open; if it has changed, everything is opened again. Libraries find
+the files in a folder of links to the open descriptors. A bucket is listed instead: each object is read in the listed
+version, or not at all.
 """
 
 import hashlib
@@ -39,82 +39,81 @@ from ft_ckpt.storage.proofs import FileProof, SourceFolder, SourceProof, proving
 from ft_ckpt.storage.store import Store
 
 _DESCRIPTORS = Path("/proc/self/fd")
-_MOST_LOOKS = 10  # at a bucket that is written over all the time
+_MOST_TRIES = 10  # to list a checkpoint that is being replaced
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint whose files are open; read them in `store`, and name `origin` to people."""
+    """A checkpoint with open files; read them in `store`, and use `origin` in messages."""
 
-    origin: Store  # where it was found
-    store: Store  # its open files, under their paths in the checkpoint
+    origin: Store  # its location
+    store: Store  # its open files, by their paths in the checkpoint
     manifest: Manifest
     identity: str  # digest of the manifest's text: equal for all ranks that have opened the same checkpoint
 
     @property
     def requests(self) -> int:
-        """How often ranges of its files were asked for, where they are in a bucket."""
+        """The number of range requests, if it is in a bucket."""
         return self.store.asked.count if isinstance(self.store, ListedStore) else 0
 
     @property
     def location(self) -> Path | str:
-        """Where it was found, as people are given it."""
+        """Its path on this machine, or its URL."""
         return Place(self.origin).location
 
     @property
     def path(self) -> Path:
-        """Where it was found, on this machine."""
+        """Its local path."""
         return folder_of(self.origin)
 
     @property
     def folder(self) -> Path:
-        """On this machine, the folder with links to its open files."""
+        """The local folder with links to its open files."""
         return folder_of(self.store)
 
     @cached_property
     def tensor_files(self) -> frozenset[str]:
-        """The paths of the files that hold tensors."""
         return frozenset(tensor.file for part in self.manifest.parts for tensor in part.tensors)
 
     def late_proofs(self) -> list[FileProof]:
-        """The comparisons of the files of tensors with their digests, for whoever reads these files."""
+        """The pending digest comparisons of the tensor files, for the readers of these files."""
         files = (file for file in self.manifest.files if file.path in self.tensor_files)
         return [FileProof(file, partial(self.store.open, file.path), range(file.ranks)) for file in files]
 
     def find_problems(
         self, deep: bool, keep: Iterable[str] = (), own: bool = False, late: Collection[str] = ()
     ) -> tuple[str, ...]:
-        """What is wrong with the open files, as `catalog.verify` finds it, and with what lies beside them.
+        """The problems of the open files, as `catalog.verify` reports them, and of files beside them.
 
-        The files `late` are not compared with their digests yet, see `late_proofs`.
-        Of the files `keep`, large ones in the page cache are then used where they were digested; with `own`, those that
-        are not in it are read into memory of our own, where there is plenty, and used there.
+        The digests of the files `late` are not compared yet, see `late_proofs`. Large files among `keep` that are in
+        the page cache are then used in the mapping that was digested; with `own`, others are read into private memory,
+        if there is enough, and used there.
         """
         kept = self.store if deep and isinstance(self.store, KeptStore) else None
         digest = digest_of_open if kept is None else keeping_digest(kept, frozenset(keep), own)
         found = tuple(checkpoint_problems(self.store, self.manifest, deep=deep, digest=digest, late=late))
         if not isinstance(self.origin, LocalStore):
-            return found  # the listing has what lies beside its files
+            return found  # the listing contains the files beside it
         where = "not of this checkpoint, and readers would take it for its weights; move it away"
         beside = (f"{name}: {where}" for name in misleading_files(self.origin, self.manifest))
         return (*found, *beside)
 
     def let_go(self) -> None:
-        """Free the memory of files that `find_problems` kept: they are read by their paths."""
+        """Free the memory of files that `find_problems` kept, before they are read by path."""
         if isinstance(self.store, KeptStore):
             self.store.kept.clear()
 
 
 @contextmanager
 def open_checkpoint(place: str | os.PathLike[str] | Place, *, compares: bool = True) -> Iterator[OpenCheckpoint]:
-    """The checkpoint at `place`, its files open while the block runs, and leased so that nothing deletes it.
+    """The checkpoint at `place`, with its files open while the block runs, and leased so that it is not deleted.
 
-    What is read in its `store` is compared with the digests in its manifest, see `proofs`: small files when they
-    are opened, all others by each commit and at the end of the block. Without `compares` that is left to the caller.
+    Bytes read in its `store` are compared with the digests in its manifest, see `proofs`: small files when they are
+    opened, all others at each commit and at the end of the block. With `compares=False` the caller does that.
 
-    A file that is missing is not in its `store`. Raises NotACheckpointError or ManifestError as `load_manifest` does,
-    CorruptError when a file that was read is damaged, an object is not the one that was committed, a file cannot be
-    opened or is no file, or where open files have no paths (outside Linux) and the checkpoint was replaced meanwhile.
+    A missing file is missing in its `store`. Raises NotACheckpointError or ManifestError as `load_manifest` does;
+    CorruptError when a file that was read is damaged, an object is not the committed one, a file cannot be opened or is
+    not a regular file, or (outside Linux, where open files have no paths) the checkpoint was replaced meanwhile.
     """
     store = open_place(place).folder
     if not isinstance(store, LocalStore):
@@ -135,7 +134,6 @@ def open_checkpoint(place: str | os.PathLike[str] | Place, *, compares: bool = T
 
 @contextmanager
 def _proved(held: OpenCheckpoint, compares: bool) -> Iterator[OpenCheckpoint]:
-    """The open checkpoint, whose files are compared while they are read, if it `compares`."""
     store = held.store
     if not (compares and isinstance(store, (SourceFolder, ListedStore))):
         yield held
@@ -146,7 +144,7 @@ def _proved(held: OpenCheckpoint, compares: bool) -> Iterator[OpenCheckpoint]:
 
 
 def checkpoint_around(place: Place) -> tuple[Store, str] | None:
-    """The checkpoint of ours that `place` is, or lies in, and its name there; None when it lies in none."""
+    """The checkpoint of ours that `place` is, or lies in, and its name there; None if there is none."""
     around = place.folders_around()
     return next(((store, name) for store, name in around if store.stat(MANIFEST_NAME) is not None), None)
 
@@ -155,9 +153,9 @@ def checkpoint_around(place: Place) -> tuple[Store, str] | None:
 def hold_open(path: str | os.PathLike[str] | Place, *, compares: bool = True) -> Iterator[Place]:
     """Where to read the file or folder `path` while the block runs.
 
-    If it is a checkpoint of ours, or lies in one, that is held open, and what comes out is among its open files, which
-    are compared as `open_checkpoint` says. A file that the checkpoint does not list is read where it is; so is whatever
-    is no checkpoint of ours.
+    A checkpoint of ours, or the one that contains it, is opened; the result is then among its open files, which are
+    compared as for `open_checkpoint`. A file that the checkpoint does not list, and anything outside of checkpoints of
+    ours, is read in place.
 
     Raises what `open_checkpoint` does.
     """
@@ -173,10 +171,10 @@ def hold_open(path: str | os.PathLike[str] | Place, *, compares: bool = True) ->
 
 
 def _open_listed(store: Store, stack: ExitStack) -> OpenCheckpoint:
-    """The checkpoint in a bucket, as it is listed when none is taking its place; leased until the stack is closed."""
+    """The checkpoint in a bucket, listed while no save is replacing it; leased until the stack is closed."""
     before = _manifest_state(store)
     lease = stack.enter_context(hold_lease(Place(store))) if before else None
-    for _ in range(_MOST_LOOKS):
+    for _ in range(_MOST_TRIES):
         found = settled_list(store, lease)
         listed = ListedStore(store, {each.name: each for each in found if not is_mark(each.name)})
         seen, after = _manifest_state(listed), _manifest_state(store)
@@ -184,15 +182,16 @@ def _open_listed(store: Store, stack: ExitStack) -> OpenCheckpoint:
             text = manifest_text(listed)
             manifest = parse_manifest(text, store.where(MANIFEST_NAME))
             if problems := replaced_problems(listed, manifest, listed.listed):
-                told = listing(problems)
-                raise CorruptError(f"{store.url}: {told}; written over after it was committed, use another one")
+                raise CorruptError(
+                    f"{store.url}: {listing(problems)}; overwritten after it was committed, use another checkpoint"
+                )
             return OpenCheckpoint(store, listed, manifest, _text_identity(text.encode()))
         before = after
     raise CorruptError(f"{store.url}: replaced while it was read; read it again")
 
 
 def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
-    """Open everything; None when another checkpoint has taken the place meanwhile."""
+    """Open everything; None when the checkpoint was replaced meanwhile."""
     marker = _open_or_none(path / MANIFEST_NAME, stack)
     if marker is None:
         raise NotACheckpointError(why_no_checkpoint(LocalStore(path)))
@@ -220,7 +219,7 @@ def _text_identity(text: bytes) -> str:
 
 
 def _open_or_none(file: Path, stack: ExitStack) -> int | None:
-    """A descriptor of the file, closed with the stack; None when there is none."""
+    """A descriptor of the file, closed with the stack; None if it does not exist."""
     with damaged_input(file):
         try:
             return stack.enter_context(open_regular(file)).fileno()
@@ -229,7 +228,7 @@ def _open_or_none(file: Path, stack: ExitStack) -> int | None:
 
 
 def _is_in_place(path: Path, marker: int) -> bool:
-    """Whether the manifest that is open is still the checkpoint's: an overwrite takes it away before anything else."""
+    """Whether the open manifest is still the checkpoint's: an overwrite removes it first."""
     with damaged_input(path):
         try:
             return os.path.samestat((path / MANIFEST_NAME).stat(), os.fstat(marker))
@@ -238,7 +237,7 @@ def _is_in_place(path: Path, marker: int) -> bool:
 
 
 def _link_folder(path: Path, opened: dict[str, int | None], stack: ExitStack) -> Path:
-    """A folder, called as the checkpoint is, whose files are the open ones."""
+    """A folder with the name of the checkpoint, with links to the open files."""
     with explained(tempfile.gettempdir()):
         top = stack.enter_context(temporary_store(prefix="ft_ckpt-open-"))
         folder = top.folder / (path.name or "checkpoint")
@@ -261,7 +260,7 @@ def _with_found_path(text: object, held: OpenCheckpoint) -> object:
 
 @dataclass(frozen=True)
 class EarlierCheckpoint:
-    """A checkpoint beside the one that is made, with the time at which it was complete."""
+    """An earlier checkpoint of the same run, with the time of its commit."""
 
     store: Store
     files: tuple[FileRecord, ...]
@@ -269,7 +268,7 @@ class EarlierCheckpoint:
 
 
 def earlier_checkpoints(beside: Store, most: int) -> Iterator[EarlierCheckpoint]:
-    """The newest whole checkpoints in a folder, at most so many, newest first."""
+    """The newest complete checkpoints in a folder, newest first, at most `most`."""
     sealed: list[tuple[float, str]] = []
     with suppress(OSError):
         for folder in beside.list_folder().folders:
@@ -283,10 +282,9 @@ def earlier_checkpoints(beside: Store, most: int) -> Iterator[EarlierCheckpoint]
 
 
 def take_earlier(one: EarlierCheckpoint, record: FileRecord, store: Store, name: str) -> bool:
-    """Give the earlier file the name `name` in `store`, too; False where that cannot be, or it was written to since.
+    """Copy or link an earlier file to `name` in `store`; False if impossible, or if it was modified after its commit.
 
-    Its version is compared again when it is there, so that nobody can put another file in its place. Raises what the
-    stores do.
+    Its version is compared again afterwards, in case it was replaced meanwhile. Raises what the stores do.
     """
     found = one.store.stat(record.path)
     if found is None or found.size_bytes != record.size_bytes or found.modified > one.sealed:

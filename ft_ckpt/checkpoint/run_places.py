@@ -19,7 +19,7 @@ _QUICK_TRIALS = {IF_NEW, "reading ranges", "listing at once"}
 
 
 def check_directory(directory: Place, config: SaverConfig, *, leads: bool) -> None:
-    """Refuse a directory that checkpoints cannot be saved in. In a bucket rank 0, which `leads`, tries it.
+    """Refuse a directory that checkpoints cannot be saved in. A bucket is tried by rank 0, which `leads`.
 
     Raises ConfigError for settings that cannot work there, and what `commit.check_target` and `try_bucket` raise.
     """
@@ -66,28 +66,28 @@ def _why_unwritable(store: Store) -> str:
     return "can be read, and not written; use credentials that may write there"  # or delete
 
 
-_CLAIM = f"{PREFIX}staging"  # in a staging folder: the bucket that it is for
+_CLAIM = f"{PREFIX}staging"  # file in a staging folder that names its bucket
 
 
 @dataclass(frozen=True)
 class RunPlaces:
-    """The folders of one run."""
+    """The directory of a run and its local staging directory."""
 
-    directory: Place | None = None  # where its checkpoints are looked for
-    staging: Place | None = None  # where they are committed at first, if that is another place
+    directory: Place | None = None  # of its checkpoints
+    staging: Place | None = None  # where they are committed first, if that is another folder
 
     @property
     def target(self) -> Place | None:
-        """The folder that saves are committed in."""
+        """The folder that saves are committed to."""
         return self.directory if self.staging is None else self.staging
 
     @property
     def folders(self) -> tuple[Place, ...]:
-        """All of them, the nearest last."""
+        """All of them, the local one last."""
         return tuple(each for each in (self.directory, self.staging) if each is not None)
 
     def beside(self, checkpoint: Place) -> tuple[Place, ...]:
-        """The places that a checkpoint of the run has in all of its folders, or just its own."""
+        """The locations of a checkpoint in all folders of the run; only its own if it is outside of them."""
         if not any(checkpoint.beside.identity == each.folder.identity for each in self.folders):
             return (checkpoint,)
         return tuple(Place(each.folder, checkpoint.last_step) for each in self.folders)
@@ -96,9 +96,9 @@ class RunPlaces:
 def open_run_places(
     directory: str | os.PathLike[str] | Place | None, config: SaverConfig, leads: Callable[[], bool]
 ) -> RunPlaces:
-    """The folders of a run, each tried: in a bucket by a real write, of the rank that `leads`.
+    """The folders of a run, each tested; a bucket by a real write of the rank that `leads`.
 
-    Raises ConfigError for settings that cannot work there, a staging folder that is of another run, and what
+    Raises ConfigError for settings that cannot work there, or a staging folder of another run, and what
     `check_directory` raises.
     """
     if directory is None:
@@ -119,7 +119,7 @@ def open_run_places(
 
 
 def _claim_staging(staging: Place, directory: Place) -> None:
-    """Note in a staging folder which bucket it is for: what lies in it would go to any other as well."""
+    """Record in a staging folder which bucket it is for: its checkpoints would be uploaded to any other as well."""
     store, url = staging.folder, directory.folder.url
     found = store.read(_CLAIM).decode(errors="replace") if store.stat(_CLAIM) is not None else None
     if found is None and list_checkpoints(staging).found:

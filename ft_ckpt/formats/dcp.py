@@ -84,7 +84,6 @@ class DcpFile:
         return data
 
     def close(self) -> None:
-        """Close the files."""
         for file in self.files.values():
             file.close()
 
@@ -154,7 +153,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _state_of(value: Any, kind: str) -> Any:
-    """The fields of an object of this class. Raises CorruptError for any other value."""
+    """The fields of an object of class `kind`. Raises CorruptError for any other value."""
     if not isinstance(value, Passive) or _kind_of(value) != kind:
         raise CorruptError(f"a {kind_of_leaf(value)}, expected a {kind}")
     return value.state

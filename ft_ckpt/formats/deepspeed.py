@@ -35,7 +35,6 @@ class _FoundTensors:
     ties: dict[str, str] = field(default_factory=dict)
 
     def add_tensor(self, name: str, shape: tuple[int, ...], dtype: str, spans: Sequence[Span]) -> None:
-        """A tensor whose elements are those of `spans`."""
         self.specs[name], self.spans[name] = Spec(name, shape, dtype), list(spans)
 
     def add_whole(self, name: str, stored: TensorPlace) -> None:
@@ -56,7 +55,6 @@ def deepspeed_folder(place: Place) -> Place | None:
 
 
 def _file_names(place: Place) -> list[str]:
-    """The names of the files in a folder, as ranks count."""
     return sorted((each.name for each in place.folder.list_folder().objects), key=_natural_order)
 
 
@@ -176,7 +174,7 @@ def _add_from_pieces(found: _FoundTensors, shapes: Shapes, ranks: Sequence[Seque
 
 
 def _check_all_read(used: int, there: int, step: int, source: str) -> None:
-    """All that is there was used, but for what fills the ranks' pieces up to equal sizes."""
+    """Raise CorruptError unless all elements were used, except for padding that makes the ranks' pieces equal."""
     if -(-used // step) != -(-there // step):
         raise CorruptError(
             f"{source}: {there:,} elements in the files, {used:,} expected; the files do not fit together"
@@ -184,7 +182,7 @@ def _check_all_read(used: int, there: int, step: int, source: str) -> None:
 
 
 def _span_range(parts: Sequence[TensorPlace], start: int, size: int, name: str) -> list[Span]:
-    """The spans of elements [start, start + size) of `parts`, which follow one another."""
+    """The spans of elements [start, start + size) of the consecutive `parts`."""
     spans, begin = list(_cut_spans(parts, start, start + size)), sum(map(_element_count, parts))
     if sum(span.numel for span in spans) != size:
         raise CorruptError(

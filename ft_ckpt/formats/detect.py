@@ -64,15 +64,12 @@ class TreeFile:
         self.metadata = {key: value for key, value in metadata.items() if key not in ties}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU."""
         return self.file.read(name, start, stop)
 
     def runs(self, name: str) -> list[ByteRun] | None:
-        """The byte range of tensor `name` in its file; None when it is not stored in one piece."""
         return self.file.runs(name)
 
     def close(self) -> None:
-        """Close the file."""
         self.file.close()
 
     def _walk_tree(self, node: Node, name: str) -> None:
@@ -90,7 +87,7 @@ class TreeFile:
 
 
 def _stored_leaf(node: Node) -> int | None:
-    """The leaf of a tensor, or of an array that is stored as numbers."""
+    """The leaf of a tensor, or of an array that is stored as numbers; None otherwise."""
     if node.kind == "tensor":
         return int(node.value)
     return int(node.value[0]) if node.kind == "array" and node.value[1] is None else None

@@ -34,13 +34,13 @@ class Landing(Protocol):
 
 @dataclass(eq=False)
 class StraightLanding:
-    """Copies the next bytes into the memory of the tensor itself, from byte `at` on."""
+    """Copies the next bytes into the tensor's own memory, from byte `at` on."""
 
     local: Tensor  # contiguous
     at: int = 0
 
     def put(self, data: Tensor, *, lasts: bool = False) -> None:
-        """Copy the next bytes into their place; only ask its device for that, if they last until that has done so."""
+        """Copy the next bytes into place; asynchronously if `data` lasts until the device has copied it."""
         end = self.at + data.numel()
         if self.local.device.type == "cpu" and data.device.type == "cpu":
             copy_bytes(self.local, self.at, data)
@@ -56,10 +56,10 @@ def read_runs(
     direct: str = "auto",
     due: Mapping[int, FileProof] | None = None,
 ) -> int:
-    """Read all runs in the order of their bytes and hand each to its landing. Returns their bytes.
+    """Read all runs in file order and pass each to its landing. Returns the number of bytes.
 
-    What lands on accelerators goes through pinned blocks, and is there for all of their streams when this returns. Of
-    files with digests that are `due`, by `id`, all that these are made of is read too, and they are taken on the way.
+    Tensors on accelerators are filled through pinned blocks, and are complete for all streams when this returns. For
+    files in `due` (by `id`), all bytes that their digests need are read too, and digested on the way.
     """
     order = {id(file): place for place, file in enumerate(run.file for run in landings)}
     runs = sorted(landings, key=lambda run: (order[id(run.file)], run.start))
@@ -82,7 +82,7 @@ def read_runs(
 
 
 def _with_parts(runs: Iterable[ByteRun], due: Mapping[int, FileProof]) -> Iterator[ByteRun]:
-    """The runs, which are in the order of their bytes, and what they leave out of the parts that proofs are made of."""
+    """The runs, sorted by position, and runs between them for bytes that the due digests need."""
     for key, some in groupby(runs, key=lambda run: id(run.file)):
         if key not in due:
             yield from some
@@ -102,7 +102,7 @@ def _with_parts(runs: Iterable[ByteRun], due: Mapping[int, FileProof]) -> Iterat
 
 
 def _put_kept(run: ByteRun, landing: Landing) -> bool:
-    """Hand a run to its landing straight from memory; False where it has to be read."""
+    """Copy a run from memory that a file is kept in; False if it has to be read."""
     view = run.file.view(run.start, run.size_bytes) if isinstance(run.file, KeptFile) else None
     if view is not None:
         landing.put(torch.frombuffer(view, dtype=torch.uint8))
@@ -111,14 +111,14 @@ def _put_kept(run: ByteRun, landing: Landing) -> bool:
 
 
 class DeviceTensors:
-    """New tensors of a device that are read straight into its memory, a block at a time."""
+    """New tensors on a device, read block by block directly into its memory."""
 
     def __init__(self, file: TensorFile, device: torch.device) -> None:
         self._file, self._device = file, device
         self._landings: dict[ByteRun, Landing] = {}
 
     def new_tensor(self, name: str) -> Tensor:
-        """The tensor `name` of the file; without its values until `read_all` has returned."""
+        """The tensor `name` of the file; its values are there after `read_all`."""
         spec, run = self._file.specs[name], whole_run(self._file, name)
         if run is None:
             return self._file.read(name).view(spec.shape).to(self._device)
@@ -128,7 +128,7 @@ class DeviceTensors:
         return tensor
 
     def read_all(self, threads: int = THREADS) -> None:
-        """Give all tensors their values. Raises CorruptError when the file is too short or has changed."""
+        """Read the values of all tensors. Raises CorruptError when the file is too short or has changed."""
         read_runs(self._landings, threads)
 
 
@@ -211,7 +211,7 @@ def _fill_tensors(file: DurableFile, layout: Layout, feed: Iterator[Region]) -> 
 
 
 def _next_regions(name: str, start: int, end: int, feed: Iterator[Region]) -> Iterator[Region]:
-    """The regions of one tensor. Raises IncompleteError when others come."""
+    """The regions of one tensor. Raises IncompleteError when other regions arrive."""
     while start < end:
         region = next(feed, None)
         if region is None or region.start != start or region.size_bytes > end - start:

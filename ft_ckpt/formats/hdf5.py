@@ -127,7 +127,6 @@ class ForeignDataset:
 
     @property
     def element_count(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape) if self.shape is not None else 0
 
     @property
@@ -142,7 +141,6 @@ class ForeignDataset:
         return self.dtype.name if little and self.dtype.name in torch_types() else None
 
     def read_value(self) -> np.ndarray[Any, Any]:
-        """All of it."""
         return self.read_elements(0, self.element_count).reshape(self.shape or ())
 
     def read_elements(self, start: int, stop: int) -> np.ndarray[Any, Any]:
@@ -160,7 +158,7 @@ class ForeignDataset:
         return values[start - first * row : stop - first * row]
 
     def read_strings(self) -> Any:
-        """The text, or lists of texts."""
+        """A string, or nested lists of strings."""
         return json.loads(self.source.probe.read(self.path))
 
     def _read_rows(self, first: int | None, last: int | None, row: int) -> np.ndarray[Any, Any]:
@@ -183,7 +181,7 @@ def torch_types() -> frozenset[str]:
 
 
 def _most_bytes(raw: RawFile) -> int:
-    """The bytes that the values of one dataset may take."""
+    """Upper limit for the bytes of the values of one dataset."""
     return MOST_EXPANSION * raw.size_bytes + FREE_BYTES
 
 
@@ -285,7 +283,7 @@ def _assemble_file(source: _ForeignFile, root: Node, leaves: list[StoredLeaf]) -
 
 
 def _leaf_reader(leaf: StoredLeaf, dataset: Any) -> Any:
-    """A function that reads elements of a leaf that cannot be mapped; None for one that can."""
+    """The function that reads elements of a leaf that cannot be mapped; None if it can."""
     if dataset is None:
         return _constant_reader(leaf)
     if leaf.dtype is None:
@@ -294,7 +292,7 @@ def _leaf_reader(leaf: StoredLeaf, dataset: Any) -> Any:
 
 
 def _same_bytes(dtype: str, dataset: ForeignDataset) -> bool:
-    """True when the file's own bytes are those of torch's `dtype`, and lie in one run."""
+    """True when the file has the bytes of torch's `dtype` in one contiguous range."""
     if dataset.start is None and dataset.element_count:
         return False
     kind = dataset.torch_type
@@ -326,7 +324,7 @@ def _constant_reader(leaf: StoredLeaf) -> Any:
 
 
 def _open_plain(source: _ForeignFile) -> IndexedFile:
-    """Open a file that describes no object: groups are dicts, datasets are tensors or arrays, strings are strings."""
+    """Open a file without a description of an object: groups are dicts, datasets are tensors or arrays, or strings."""
     leaves: list[StoredLeaf] = []
     root = _group_node(source, source.file, "", (), leaves)
     return _assemble_file(source, root, leaves)

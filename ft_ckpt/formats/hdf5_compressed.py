@@ -165,7 +165,7 @@ def _fits_bitshuffle(data: bytes, settings: Sequence[int], size_bytes: int) -> b
 
 
 def _adds_up(data: bytes, blocks: int, end: int) -> bool:
-    """True when so many blocks, each after its length, take the bytes from the 12th to `end` exactly."""
+    """True when `blocks` blocks, each with a length prefix, fill the bytes from 12 to `end` exactly."""
     at = 12
     for _ in range(blocks):
         if at + 4 > end:
@@ -250,21 +250,18 @@ class ChunkGrid:
 
     @cached_property
     def chunk_elements(self) -> int:
-        """Elements of a chunk."""
         return math.prod(self.chunk)
 
     @property
     def line_chunks(self) -> int:
-        """Chunks of a line."""
         return -(-self.shape[self.cut_dim] // self.chunk[self.cut_dim])
 
     @property
     def chunk_count(self) -> int:
-        """The number of chunks."""
         return math.prod(self.shape[: self.cut_dim]) * self.line_chunks
 
     def chunk_at(self, element: int) -> int:
-        """The chunk that holds an element, both counted in row-major order."""
+        """The chunk of an element; both are row-major numbers."""
         return element // self.line_elements * self.line_chunks + element % self.line_elements // self.chunk_elements
 
     def chunk_range(self, number: int) -> tuple[int, int]:
@@ -293,7 +290,6 @@ class PackedTensor:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all its chunks."""
         return sum(size for size, _, _ in self.chunks)
 
 
@@ -403,7 +399,7 @@ def _compressed_rows(
 
 
 def _pipeline_message(filters: Filters) -> bytes:
-    """The pipeline message: filters may be left out where they give up."""
+    """The filter pipeline message; all filters are optional."""
     message = struct.pack("<BB", 2, len(filters))
     for number, settings in filters:
         name = PLUGINS[number].encode() + b"\0" if number >= 256 else b""  # HDF5's own have no name
@@ -415,7 +411,7 @@ def _pipeline_message(filters: Filters) -> bytes:
 def _chunk_trees(
     packed: Mapping[int, PackedTensor], places: Mapping[int, int], start: int, base: int = 0
 ) -> tuple[bytes, dict[int, int], int]:
-    """All trees, where they start at `start` from the end of a header of `base` bytes; their roots; their end."""
+    """All chunk B-trees, placed from `start` after the end of a header of `base` bytes; their roots; their end."""
     body, roots = bytearray(), {}
     for leaf, item in packed.items():
         tree, root = _chunk_tree(item, base + places[leaf], base + start + len(body))

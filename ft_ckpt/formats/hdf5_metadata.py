@@ -157,7 +157,6 @@ class Dataset:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its elements."""
         return 0 if self.shape is None else math.prod(self.shape) * TYPES[self.type][0]
 
 
@@ -208,14 +207,11 @@ def hdf5_header(
         places[index], at = at, at + len(head) + 4
     names = {dataset.path: place for dataset, place in zip(datasets, places, strict=True)}
     groups, root = _group_structures(names, list(zip(attributes, root_attributes, strict=True)), at)
-    start = _round_up(base + at + len(groups), PAGE_BYTES) - base
+    end = base + at + len(groups)
+    start = end + -end % PAGE_BYTES - base
     body += _with_addresses(heads, datasets, start) + groups
     body += bytes(start - _SUPERBLOCK_BYTES - len(body))
     return _superblock_bytes(base, base + start + data_bytes, root) + body
-
-
-def _round_up(size: int, step: int) -> int:
-    return size + -size % step
 
 
 def _checksum_bytes(data: bytes) -> bytes:

@@ -81,7 +81,6 @@ class Probe:
         return found
 
     def close(self) -> None:
-        """End it."""
         self._end()
 
     def _read_size(self) -> int:
@@ -141,7 +140,7 @@ def _limit_step(size_bytes: int, own_bytes: int) -> None:
 
 
 def _own_bytes() -> int:
-    """The address space of this process; 0 where the system does not say."""
+    """The address space of this process in bytes; 0 if unknown."""
     try:
         return int(io.FileIO("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

@@ -146,7 +146,7 @@ def _check_chunks(arrays: Mapping[str, Any], written: Mapping[str, Any], has_all
 
 
 def _fits(shape: Sequence[int], part: Sequence[int]) -> bool:
-    """Whether an array can be made of parts of one shape."""
+    """Whether an array of `shape` can be divided into parts of one shape."""
     same_rank = len(part) == len(shape)
     return same_rank and all(size % max(1, step) == 0 for size, step in zip(shape, part, strict=True))
 
@@ -264,7 +264,7 @@ class _ArrayWalk:
         return found.decode("utf-8") if kind == "text" else found
 
     def _expect(self, *wanted: str) -> Any:
-        """The size of a value of the `wanted` kinds, or the value. Raises CorruptError for another one."""
+        """The size of a value of the `wanted` kinds, or the value. Raises CorruptError for another kind."""
         kind, size = self._read_head()
         if kind not in wanted:
             raise CorruptError(f"a {kind} at byte {self.at}, expected {' or '.join(wanted)}")

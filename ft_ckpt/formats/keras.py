@@ -108,7 +108,7 @@ def _model_naming(file: IndexedFile) -> _Naming | None:
 
 
 def _weight_name(layer: str, weight: str) -> str:
-    """The path of a variable: below its layer, unless that is in it, and without TensorFlow's `:0`."""
+    """The path of a variable: below its layer, unless it contains it, and without TensorFlow's `:0`."""
     path = re.sub(r":\d+$", "", weight)
     return path if layer == _TOP_LEVEL or f"/{layer}/" in f"/{path}/" else f"{layer}/{path}"
 
@@ -161,12 +161,12 @@ def _snake_case(name: str) -> str:
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", split).lower()
 
 
-def _natural_path(place: str) -> list[tuple[int, str]]:
+def _natural_path(place: str) -> list[tuple[int, str]]:  # sort key: numbers by value
     return [(int(step), "") if step.isdecimal() else (-1, step) for step in place.split("/")]
 
 
 def _unique_names(pairs: list[tuple[str, str]]) -> dict[str, str]:
-    """Places by name; by their own paths, where names would stand for several. Raises CorruptError for one twice."""
+    """Locations by name, or by their own paths if a name is ambiguous. Raises CorruptError for duplicates."""
     found = dict(pairs)
     if len(found) < len(pairs):
         found = {place: place for _, place in pairs}
@@ -217,7 +217,7 @@ def _named_file(file: IndexedFile, naming: _Naming) -> IndexedFile:
 
 
 def _stored_kind(file: IndexedFile, place: str) -> str | None:
-    """torch's name of a tensor's type; Keras has the bytes of those that HDF5 does not know, with a label or none."""
+    """torch's name of a tensor's dtype; Keras stores dtypes unknown to HDF5 as bytes, with or without a label."""
     kind = file.index.rows[place][0]
     if kind in ITEM_BYTES:
         return str(kind)
@@ -228,7 +228,7 @@ def _stored_kind(file: IndexedFile, place: str) -> str | None:
 
 
 def _describe_others(file: IndexedFile, naming: _Naming) -> Iterator[str]:
-    """A line for each group whose tensors are none of the model's."""
+    """A line for each group with tensors that do not belong to the model."""
     used, counts = set(naming.places.values()), dict[str, int]()
     for place in file.index.names:
         if place not in used:

@@ -32,12 +32,10 @@ class Spec(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensor in the file."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 

@@ -90,13 +90,13 @@ def _weights_of(value: Any) -> dict[str, Any] | None:
 
 
 def _admit_settings(value: Any, unknown: frozenset[str]) -> bool:
-    """Whether `value` is a checkpoint that has unknown classes outside its weights only."""
+    """Whether the weights in `value` contain no unknown classes."""
     weights = _weights_of(value)
     return weights is not None and all(kind_of_leaf(leaf) not in unknown for _, leaf in named_leaves(weights))
 
 
 def _find_value(full: str) -> Any:
-    """What stands for a name: values as they are (types, devices, numbers of numpy), and places of tensors."""
+    """The value for a name: a plain value (type, device, numpy scalar) or a torch stand-in."""
     found = PLAIN_VALUES.get(full)
     return find_torch_name(full) if found is None else found
 
@@ -138,7 +138,7 @@ def module_weights(folder: TensorFile) -> RenamedFile:
 
 
 def _is_opaque(leaf: Any) -> bool:
-    """Whether a leaf only stands for an object, a class, a function, or a tensor that is more than bytes."""
+    """Whether a leaf stands for an object, a class, a function, or a tensor that cannot be read as bytes."""
     is_class = isinstance(leaf, type) and issubclass(leaf, Passive)
     return is_class or isinstance(leaf, (Passive, Call, UnreadableTensor))
 

@@ -45,7 +45,6 @@ class Passive(metaclass=Sealed):
     state: Any
 
     def __new__(cls, *args: Any, **named: Any) -> "Passive":
-        """Keep the arguments."""
         made = object.__new__(cls)
         made.args, made.items, made.state = (*args, *named.values()), [], None
         return made
@@ -57,11 +56,9 @@ class Passive(metaclass=Sealed):
         self.items += [key, value]
 
     def append(self, value: Any) -> None:
-        """Keep an item: how a pickle fills a subclass of list."""
         self.items.append(value)
 
     def extend(self, values: Any) -> None:
-        """Keep items: how a pickle fills a subclass of list."""
         self.items.extend(values)
 
 
@@ -74,7 +71,6 @@ class Call:
         self._run = run
 
     def __call__(self, *args: Any) -> Any:
-        """Run the function."""
         return self._run(*args)
 
     def __setstate__(self, state: Any) -> None:
@@ -213,7 +209,7 @@ def _hash_cost(value: Any) -> int:
 
 
 def _then_weigh(name: str) -> Callable[[_SafeUnpickler], None]:
-    """The instruction of Python's interpreter with this name, after which the tuple it made is weighed."""
+    """The opcode handler of Python's unpickler with this name, followed by charging the tuple it made."""
     run = getattr(_Python, name)
 
     def run_weighed(reader: _SafeUnpickler) -> None:
@@ -224,7 +220,7 @@ def _then_weigh(name: str) -> Callable[[_SafeUnpickler], None]:
 
 
 def _pay_before(name: str, hashed: Callable[[_SafeUnpickler], Iterable[Any]]) -> Callable[[_SafeUnpickler], None]:
-    """The instruction of Python's interpreter with this name, before which the values that it hashes are paid."""
+    """The opcode handler of Python's unpickler with this name, preceded by charging the values that it hashes."""
     run = getattr(_Python, name)
 
     def run_paid(reader: _SafeUnpickler) -> None:

@@ -80,7 +80,7 @@ def _tuples_to_lists(described: Any) -> Any:
 
 
 def _field_tuples(described: Sequence[Any]) -> Any:
-    """Fields as numpy wants them: a list of (name, type) or (name, type, shape)."""
+    """Fields in numpy's form: a list of (name, type) or (name, type, shape)."""
     fields = []
     for name, kind, *shape in described:
         title = tuple(name) if isinstance(name, list) else name
@@ -333,7 +333,7 @@ def _tensor_problem(tensor: torch.Tensor, dtypes: frozenset[str], classes: Colle
 
 
 def _memory_identity(tensor: torch.Tensor) -> Hashable:
-    """A key that is equal for tensors of the same memory; None for those without memory of their own."""
+    """A key that is equal for tensors that share memory; None for tensors without memory of their own."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.numel() == 0:
         return None
     flags = (tensor.is_conj(), tensor.is_neg())

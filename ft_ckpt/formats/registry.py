@@ -1,7 +1,7 @@
-"""The tensor formats, a record for each: its files' names, its functions, and what it can do. Needs no torch.
+"""The tensor formats, a record for each: file names, functions, capabilities. Needs no torch.
 
-A new format is one file with its functions and one record in `_FORMATS`; everything else asks the records. Their
-functions are named by place and imported when they are first called, so that settings can be checked without torch.
+A new format is one module with its functions and one record in `_FORMATS`; all other code uses the records. Their
+functions are named by module and imported at the first call, so that settings can be checked without torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from ft_ckpt.storage.place import Place
 
 DEFAULT_FORMAT = "safetensors"
-Ties = Mapping[str, str]  # further name of a tensor: the one it is kept under
+Ties = Mapping[str, str]  # alias of a tensor -> its stored name
 Metadata = Mapping[str, str]
 Read = Callable[[str, int, int], "Tensor"]  # flat elements [start, stop) of the tensor of that name
 
 
 @dataclass(frozen=True)
 class FolderLibrary:
-    """How the library of a foreign format writes and reads its folders."""
+    """Writing and reading folders by the library of a foreign format."""
 
-    check_types: Callable[[Sequence[Spec]], None]  # raises SelectionError for types that it cannot keep
+    check_types: Callable[[Sequence[Spec]], None]  # raises SelectionError for unsupported dtypes
     write_folder: Callable[[Path, Sequence[Spec], Read], None]
     open_folder: "Callable[[Place], TensorFile]"
     write_shards: Callable[[Path, Mapping[str, Sequence[Spec]], Read], None] | None = None
@@ -42,47 +42,47 @@ class FolderLibrary:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorFormat:
-    """One tensor format. What it cannot do has no function, or the value that stands here."""
+    """One tensor format. An unsupported operation is None, or has the default given here."""
 
     name: str
-    suffixes: tuple[str, ...] = ()  # of its files, the one that is written first; none: it is a folder of files
-    model_stem: str = "model"  # of the file of a model's weights in a folder
-    other_stems: tuple[str, ...] = ()  # under which others have their weights in it
-    second_suffix: str = ""  # of a second name that its files go by, as files of another format too
+    suffixes: tuple[str, ...] = ()  # of its files; the first is used for writing; empty: a folder of files
+    model_stem: str = "model"  # file name of a model's weights in a folder
+    other_stems: tuple[str, ...] = ()  # file names of weights written by other programs
+    second_suffix: str = ""  # of a second name of its files, which are also files of another format
 
     lay_out: Callable[[Sequence[Spec], Metadata, Ties], Layout] | None = None
-    """A file of tensors as one flat dict; raises SelectionError for types it cannot keep."""
+    """A file of tensors as one flat dict; raises SelectionError for unsupported dtypes."""
     lay_out_object: "Callable[[Node, Sequence[Spec], Sequence[int], bool], tuple[Layout, Sequence[str]]] | None" = None
     """A file of any object and the names of its leaves, from (tree, leaves, which are numpy's, `native_floats`)."""
     lay_out_archive: "Callable[[Sequence[Spec], Metadata, Ties], TorchArchive] | None" = None
-    """A file of tensors with bytes among them that depend on theirs."""
+    """A file of tensors with other bytes between them, such as checksums of theirs."""
     check_object: Callable[[Any], None] | None = None
-    """Raises SelectionError, naming places, for an object that `load_object` would not give back."""
+    """Raises SelectionError, naming the paths, for an object that `load_object` could not restore."""
     save_object: Callable[[Any, Path], None] | None = None
-    """Writes an object into a new file: by a library that lays out as it goes."""
+    """Writes an object to a new file, by a library without a layout known beforehand."""
     load_object: Callable[..., Any] | None = None
-    """What `save_object` wrote, from (open file, map_location, mapped, verify)."""
+    """Loads the object that `save_object` wrote, from (open file, map_location, mapped, verify)."""
     library: FolderLibrary | None = None
-    """Of a format whose checkpoints are folders."""
+    """For a format whose checkpoints are folders."""
 
     recognise: "Callable[[RawFile], bool] | None" = None
     """Whether an open file is of this format, by its first bytes."""
     open_indexed: "Callable[[RawFile, bool], IndexedFile] | None" = None
     """Reads the index of an open file; the second argument: whether digests are compared as tensors are read."""
     open_tensors: "Callable[[RawFile], TensorFile] | None" = None
-    """The tensors of an open file under the names that they go by: where it has no index, or other names in it."""
+    """The tensors of an open file under their own names, if it has no index, or other names in it."""
 
-    object_dtypes: frozenset[str] = frozenset()  # of the tensors that an object may have
+    object_dtypes: frozenset[str] = frozenset()  # dtypes of tensors in objects
     compressions: tuple[str, ...] = ()
-    native_floats: bool = False  # can store bfloat16 as a type whose values every reader shows
-    is_plain: bool = False  # a header, tensors and nothing else: ranks write one file together, checkpoints share it
-    holds_aliases: bool = False  # a tied tensor stands in the file under each of its names
+    native_floats: bool = False  # can store bfloat16 as a type that every reader understands
+    is_plain: bool = False  # only a header and tensors: ranks can write one file together, checkpoints can share it
+    holds_aliases: bool = False  # a tied tensor is in the file under each of its names
     read_by_transformers: bool = False  # and by PEFT
 
     def lay_out_file(self, specs: Sequence[Spec], metadata: Metadata, ties: Ties) -> Layout:
-        """The layout of a file that holds `specs` as one flat dict.
+        """The layout of a file that contains `specs` as one flat dict.
 
-        Raises SelectionError for tensors that the format cannot keep, ConfigError where it has no such files.
+        Raises SelectionError for tensors that the format cannot store, ConfigError if it has no such files.
         """
         if self.lay_out is None:
             raise ConfigError(f"format {self.name!r}: no file can be laid out in it; choose another")
@@ -91,7 +91,7 @@ class TensorFormat:
     def open_file(self, file: Readable, mapped: bool = True, verify: bool = False) -> "IndexedFile":
         """The tensors of an open file.
 
-        Raises CorruptError for one that is not sound, ConfigError where no file has an index.
+        Raises CorruptError for an invalid one, ConfigError if the format has no index.
         """
         if self.open_indexed is None:
             raise ConfigError(f"format {self.name!r}: its files have no index of their tensors; convert them first")
@@ -99,17 +99,17 @@ class TensorFormat:
 
     @property
     def serves_checkpoints(self) -> bool:
-        """Whether a saver can write it: its layout is known before the first byte, and it can be opened by index."""
+        """Whether a saver can write it: with a layout known before the first byte, and an index to open it by."""
         return self.lay_out is not None and self.open_indexed is not None
 
     @property
     def is_written(self) -> bool:
-        """Whether tensors can be written in it; else it is read only."""
+        """Whether tensors can be written in it; otherwise it is read-only."""
         return self.lay_out is not None or self.lay_out_archive is not None or self.library is not None
 
     @property
     def serves_objects(self) -> bool:
-        """Whether it can hold any object."""
+        """Whether it can store any object."""
         return self.lay_out_object is not None or self.save_object is not None
 
 
@@ -134,7 +134,7 @@ _FORMATS: dict[str, TensorFormat] = {}
 
 
 def register_format(known: TensorFormat) -> None:
-    """Add a format; it is asked before the ones that are there already whether a file is its own."""
+    """Add a format; it is asked before the existing ones whether it recognises a file."""
     _FORMATS[known.name] = known
 
 

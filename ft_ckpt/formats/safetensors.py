@@ -72,7 +72,10 @@ def lay_out_safetensors(
     if metadata or ties:
         header += f'"__metadata__":{notes},'.encode()
     kinds = {(spec.shape, spec.dtype): spec for spec in ordered}  # a few, of however many tensors
-    texts = {kind: (_kind_text(spec), spec.size_bytes) for kind, spec in kinds.items()}
+    texts = {
+        kind: (f'"dtype":"{NAMES[spec.dtype]}","shape":[{",".join(map(str, spec.shape))}]', spec.size_bytes)
+        for kind, spec in kinds.items()
+    }
     begin, offsets = 0, []
     for spec in ordered:  # as text at once: objects for 100,000 tensors take more time and memory than all else here
         text, size_bytes = texts[spec.shape, spec.dtype]
@@ -86,11 +89,6 @@ def lay_out_safetensors(
     header[:8] = (len(header) - 8).to_bytes(8, "little")
     starts = tuple(len(header) + offset for offset in offsets)
     return Layout(bytes(header), tuple(ordered), starts, len(header) + begin)
-
-
-def _kind_text(spec: Spec) -> str:
-    """What the header says of all tensors of one type and shape."""
-    return f'"dtype":"{NAMES[spec.dtype]}","shape":[{",".join(map(str, spec.shape))}]'
 
 
 class HeaderEntry(NamedTuple):

@@ -31,14 +31,14 @@ from ft_ckpt.storage.read_ahead import ByteRun, is_cold, read_whole
 from ft_ckpt.storage.store import Readable
 
 MAP_BYTES = 1 << 16  # smaller tensors are copied: that is no slower, and safe whatever happens to the file
-MOST_PROMISED, FREE_BYTES = 16, 64 << 20  # of values not stored: so many times the file, and so many bytes besides
+MOST_PROMISED, FREE_BYTES = 16, 64 << 20  # limit for values that are not stored: 16 file sizes plus 64 MiB
 
 
 class FileStream(io.RawIOBase):
-    """Bytes [start, start + size_bytes) of an open file as a file of its own.
+    """Bytes [start, start + size_bytes) of an open file as a file object.
 
-    Not by its path: what has that by now may be another file, and a library given a path may share what it
-    remembers of a file that has been overwritten since.
+    It does not use the path, which may belong to another file by now; libraries that are given a path may also reuse
+    state of a file that was overwritten.
     """
 
     def __init__(self, raw: "RawFile", start: int = 0, size_bytes: int | None = None) -> None:
@@ -47,20 +47,16 @@ class FileStream(io.RawIOBase):
         self.size_bytes = raw.size_bytes - start if size_bytes is None else size_bytes
 
     def seekable(self) -> bool:
-        """Yes."""
         return True
 
     def readable(self) -> bool:
-        """Yes."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to `offset` from the start, from here, or from the end."""
         self.at = max(0, offset + (0, self.at, self.size_bytes)[whence])
         return self.at
 
     def tell(self) -> int:
-        """The position, in bytes from the start."""
         return self.at
 
     def readinto(self, buffer: Any) -> int:
@@ -72,7 +68,7 @@ class FileStream(io.RawIOBase):
 
 
 class RawFile:
-    """An object that is open for reading, called `name` in messages; `mapped=False` copies everything that is read."""
+    """An open object, called `name` in messages; `mapped=False` copies everything that is read."""
 
     def __init__(self, file: Readable, mapped: bool = True) -> None:
         self.file = file if file.can_map or isinstance(file, CachedObject) else CachedObject(file)
@@ -83,7 +79,6 @@ class RawFile:
 
     @property
     def can_map(self) -> bool:
-        """Whether its bytes can be mapped."""
         return self.file.can_map
 
     def close(self) -> None:
@@ -114,9 +109,9 @@ class RawFile:
             )
 
     def read_in(self, threads: int = 4, direct: str = "auto") -> bool:
-        """Read all of the file into memory of our own, at the disk's rate: "mapped" tensors lie there from now on.
+        """Read the whole file into private memory at the disk's rate; "mapped" tensors lie there from now on.
 
-        False when the file is mapped already, or there is no memory. Raises CorruptError when it changes meanwhile.
+        False if the file is mapped already, or memory is short. Raises CorruptError when it changes meanwhile.
         """
         if self._whole is not None:
             return False
@@ -160,7 +155,7 @@ class RawFile:
             )
 
     def _map_range(self, start: int, size_bytes: int) -> Any:
-        """A part of the file's mapping as a buffer; None when the system gives no mapping."""
+        """A range of the file's mapping as a buffer; None if it cannot be mapped."""
         self._check_range(start, size_bytes)
         self._whole = self._whole or self.file.map()
         return None if self._whole is None else self._whole.lend(start, size_bytes, self.file.read_into)
@@ -169,16 +164,16 @@ class RawFile:
 _MAGIC = b"ft_ckpt1"
 _FOOTER = "<8sQQQ16s8x"  # magic, data start, index start, file size, digest of the JSON; then the digest of these
 FOOTER_BYTES = 64
-TREE = "ft_ckpt_tree"  # key that the metadata of safetensors has the tree of an object under; here it is the `root`
-_MOST = 1 << 62  # any size or place
+TREE = "ft_ckpt_tree"  # key of an object's tree in the metadata of safetensors; here it is the `root`
+_MOST = 1 << 62  # above any size or offset
 
 Row = Sequence[Any]  # of the index: torch's dtype, shape, start (from the data start), digest in hexadecimal, leaf;
-# and where it is compressed, what `hdf5_chunks` needs to read it
+# and, if compressed, the chunks for `hdf5_compressed`
 
 
 @dataclass(frozen=True)
 class TensorIndex:
-    """An index: a row for each tensor, in file order; the tree of the object (None: a flat dict); the metadata."""
+    """A row for each tensor, in file order; the tree of the object (None: a flat dict); the metadata."""
 
     rows: Mapping[str, Row]
     root: Node | None
@@ -195,16 +190,14 @@ class TensorIndex:
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
-        """The tensors by name, in file order."""
         return {name: Spec(name, tuple(row[1]), row[0]) for name, row in self.rows.items()}
 
     @property
     def tree(self) -> Node:
-        """The tree of the object."""
         return flat_tree([self.specs[name] for name in self.names]) if self.root is None else self.root
 
     def start(self, name: str) -> int:
-        """The tensor's first byte in the file."""
+        """Offset of the tensor's first byte in the file."""
         return int(self.rows[name][2]) + self.data_start
 
 
@@ -215,20 +208,20 @@ def flat_tree(specs: Sequence[Spec]) -> Node:
 
 
 def is_flat(root: Node, names: Sequence[str]) -> bool:
-    """True for a dict of tensors, each under its own name: safetensors needs no tree to say that."""
+    """True for a dict of tensors, each under its own name, which needs no tree in a file."""
     keys = [key.value for key in root.keys]
     children = [(child.kind, child.value) for child in root.children]
     return root.kind == "dict" and keys == list(names) and children == [("tensor", i) for i in range(len(names))]
 
 
 def with_digests(index: TensorIndex, digests: Mapping[str, bytes]) -> TensorIndex:
-    """`index` with the digests of what was written; what is compressed has its own already."""
+    """`index` with the digests of the written tensors; compressed tensors have theirs already."""
     final = {name: row if len(row) > 5 else [*row[:3], digests[name].hex(), row[4]] for name, row in index.rows.items()}
     return TensorIndex(final, index.root, index.metadata)
 
 
 def index_text(index: TensorIndex) -> bytes:
-    """The index as JSON, of the same length whatever the digests are."""
+    """The index as JSON; its length does not depend on the digests."""
     whole = {"ft_index": 1, "metadata": index.metadata, "tensors": index.rows}
     if index.root is not None:
         whole["tree"] = encode_node(index.root)
@@ -236,15 +229,15 @@ def index_text(index: TensorIndex) -> bytes:
 
 
 def index_footer(text: bytes, data_start: int, index_start: int, file_bytes: int) -> bytes:
-    """The footer, which follows the JSON and proves that nothing has moved."""
+    """The footer after the JSON, which shows that nothing has moved."""
     known = struct.pack(_FOOTER, _MAGIC, data_start, index_start, file_bytes, xxhash.xxh3_128_digest(text))
     return known + xxhash.xxh3_64_digest(known)
 
 
 def read_index(raw: RawFile, end: int | None = None) -> TensorIndex | None:
-    """The index whose footer ends at byte `end` (default: of the file). None when there is none to be trusted.
+    """The index whose footer ends at byte `end` (default: the end of the file); None if there is no valid footer.
 
-    Raises CorruptError when it is where it should be but damaged.
+    Raises CorruptError when the index itself is damaged.
     """
     end = raw.size_bytes if end is None else end
     if end < FOOTER_BYTES:
@@ -259,9 +252,9 @@ def read_index(raw: RawFile, end: int | None = None) -> TensorIndex | None:
 
 
 def moved_index(data: bytes, source: str) -> TensorIndex:
-    """The index in the bytes of its dataset, wherever that is now; its places are worthless.
+    """The index in the bytes of its dataset, wherever that is now; its offsets are invalid.
 
-    Raises CorruptError when it is damaged: then the file is, and what it says without an index is no better.
+    Raises CorruptError when it is damaged: the file is then damaged as well.
     """
     known = _parse_footer(data[-FOOTER_BYTES:])
     if known is None:
@@ -277,7 +270,7 @@ def _parse_footer(tail: bytes) -> tuple[int, int, int, bytes] | None:
 
 
 def parse_index(text: bytes, digest: bytes, data_start: int, source: str) -> TensorIndex:
-    """The index in `text`, places counted from the start of the file. Raises CorruptError, naming `source`."""
+    """The index in `text`, with offsets from the start of the file. Raises CorruptError, naming `source`."""
     if xxhash.xxh3_128_digest(text) != digest:
         raise CorruptError(f"{source}: its index is damaged (digest differs); use another copy of the file")
     with damaged_input(f"{source}: its index"):
@@ -292,7 +285,7 @@ def parse_index(text: bytes, digest: bytes, data_start: int, source: str) -> Ten
 
 
 def check_index(index: TensorIndex, source: str) -> None:
-    """Raise CorruptError where the rows of an index are no tensors, or its tree asks for others than it has."""
+    """Raise CorruptError if a row of the index is invalid, or its tree refers to tensors that it lacks."""
     count = len(index.rows)
     if sorted([row[4] for row in index.rows.values()]) != list(range(count)):
         raise CorruptError(f"{source}: its index does not name each of {count} tensors once; use another copy")
@@ -305,12 +298,11 @@ def check_index(index: TensorIndex, source: str) -> None:
 def _is_sound(row: Row) -> bool:
     dtype, shape, start, digest, *_ = row
     numbers = [start, *shape]
-    whole = dtype in ITEM_BYTES and type(digest) is str and all(type(one) is int for one in numbers)
+    whole = dtype in ITEM_BYTES and type(digest) is str and all(type(number) is int for number in numbers)
     return whole and min(numbers) >= 0 and max(numbers) < _MOST
 
 
 def _most_leaf(root: Node) -> int:
-    """The highest number of a leaf in the tree."""
     most, stack = -1, [root]
     while stack:
         node = stack.pop()
@@ -322,7 +314,6 @@ def _most_leaf(root: Node) -> int:
 
 
 def tensor_digest(data: Any) -> str:
-    """The digest of a tensor's bytes."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -331,13 +322,13 @@ class IndexedFile:
 
     def __init__(self, raw: RawFile, index: TensorIndex, verify: bool = False) -> None:
         self.raw, self.index, self.verify = raw, index, verify
-        self.readers: dict[str, Callable[[int, int], Any]] = {}  # of those that cannot be mapped
-        self.library: Any = None  # h5py's file, where its calls are needed
-        self.skipped: tuple[str, ...] = ()  # "name: what it is" of what is in the file and not in the index
+        self.readers: dict[str, Callable[[int, int], Any]] = {}  # of tensors that cannot be mapped
+        self.library: Any = None  # h5py's file, if needed
+        self.skipped: tuple[str, ...] = ()  # "name: kind" of items that are not in the index
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """The tensors by name, in file order; for a foreign file, in the order of its tree."""
+        """In file order; for a foreign file, in the order of its tree."""
         return self.index.specs
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -352,7 +343,7 @@ class IndexedFile:
         kind, shape, *_ = self.index.rows[name]
         dtype = getattr(torch, kind, None)
         if not isinstance(dtype, torch.dtype):
-            raise CorruptError(f"{self.raw.name}: {name} is of type {kind!r}, which this torch has not")
+            raise CorruptError(f"{self.raw.name}: {name} has dtype {kind!r}, which this torch does not know")
         whole, stop = start == 0 and stop is None, math.prod(shape) if stop is None else stop
         if name in self.readers:
             self.raw.check()
@@ -367,7 +358,7 @@ class IndexedFile:
 
     @property
     def has_digests(self) -> bool:
-        """True when every tensor can be verified."""
+        """Whether every tensor can be verified."""
         return all(row[3] for row in self.index.rows.values())
 
     def runs(self, name: str) -> list[ByteRun] | None:
@@ -376,15 +367,14 @@ class IndexedFile:
         return None if name in self.readers else [run]
 
     def maps(self, name: str) -> bool:
-        """True when reading a part of the tensor costs as much as all of it."""
+        """True when reading a part of the tensor costs no less than mapping all of it."""
         return name not in self.readers and (self.raw.mapped or self.specs[name].size_bytes < MAP_BYTES)
 
     def check(self) -> None:
-        """Raise CorruptError when the file was cut short or written to since it was opened."""
         self.raw.check()
 
     def read_array(self, number: int) -> np.ndarray[Any, Any]:
-        """The leaf `number` as a numpy array of its own memory."""
+        """The leaf `number` as a numpy array with its own memory."""
         name = self.index.names[number]
         with damaged_input(f"{self.raw.name}: {name}"):
             return self._stored_array(name)
@@ -401,34 +391,33 @@ class IndexedFile:
         return np.frombuffer(data, np.dtype(spec.dtype)).reshape(spec.shape)
 
     def close(self) -> None:
-        """Close the file."""
         self.raw.close()
 
     def _verify_digest(self, name: str, tensor: torch.Tensor) -> None:
-        known = self.index.rows[name][3]
+        expected = self.index.rows[name][3]
         data: Any = tensor.view(torch.uint8).numpy() if tensor.numel() else b""
-        if known and xxhash.xxh3_128_hexdigest(data) != known:
+        if expected and xxhash.xxh3_128_hexdigest(data) != expected:
             raise CorruptError(f"{self.raw.name}: {name} is damaged (its digest differs); use another copy of the file")
 
 
 def as_tensor(values: Any) -> torch.Tensor:
-    """Values that were read, as a tensor of its own memory in the byte order of this machine."""
+    """Values as a tensor with its own memory, in native byte order."""
     if isinstance(values, torch.Tensor):
         return values
     return torch.from_numpy(np.asarray(values).astype(values.dtype.newbyteorder("=")))
 
 
 ZIP_MAGIC = b"PK\3\4"
-_HEAD = struct.Struct("<4s22xHH")  # of a record: signature, then the lengths of its name and of what follows that
+_HEAD = struct.Struct("<4s22xHH")  # of a record: signature, lengths of its name and of the extra field
 _STEP_BYTES = 8 << 20
 
 
 @dataclass(eq=False)
 class ZipRecord:
-    """A stored record, bytes [start, end) of an open file, and the CRC-32 of the bytes that were read so far.
+    """A stored record, bytes [start, end) of an open file, and the CRC-32 of the bytes read so far.
 
-    Bytes are compared as they are read in order. Where a reader leaves the order, and where a tensor ends before the
-    record does, the rest of the record is read here.
+    Bytes are compared while they are read in order. When a reader leaves the order, or a tensor ends before the record,
+    the rest of the record is read here.
     """
 
     file: RawFile
@@ -450,12 +439,12 @@ class ZipRecord:
         return data
 
     def compare(self) -> None:
-        """Read what was not read yet. Raises CorruptError when the checksum differs."""
+        """Read the remaining bytes. Raises CorruptError when the checksum differs."""
         with self._lock:
             self._compare_rest()
 
     def take(self, stop: int, start: int, data: Any) -> None:
-        """Count the bytes `data`, which were read at byte `start` of the file, of a tensor that ends at byte `stop`.
+        """Add the bytes `data`, read at byte `start` of the file, of a tensor that ends at byte `stop`.
 
         Raises CorruptError when the record is read to its end and its checksum differs.
         """
@@ -492,10 +481,10 @@ class ZipRecords:
         twice = [name for name, count in Counter(entry.filename for entry in entries).items() if count > 1]
         if twice:
             raise CorruptError(f"several records of one name: {listing(twice, ', ')}")
-        self.has_sums = any(entry.CRC for entry in entries)  # torch can leave out all of them
+        self.has_sums = any(entry.CRC for entry in entries)  # torch can omit all of them
 
     def record(self, name: str) -> ZipRecord:
-        """A record. Raises CorruptError when it is not there as it is."""
+        """A record. Raises CorruptError when it is missing, compressed or damaged."""
         entry = self.records.get(name)
         if entry is None:
             raise CorruptError(f"{name} is missing")
@@ -511,12 +500,12 @@ class ZipRecords:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """The next elements of a tensor, in one file."""
+    """Consecutive elements of a tensor, in one file."""
 
     file: RawFile
     start: int  # byte of the first
     numel: int
-    record: ZipRecord | None = None  # of a zip file, whose checksum is compared as they are read
+    record: ZipRecord | None = None  # of a zip file: compares its checksum while reading
 
     def read(self, first: int, count: int, dtype: torch.dtype) -> Tensor:
         """Elements [first, first + count). Raises CorruptError when the file has changed, or its checksum differs."""
@@ -527,14 +516,13 @@ class Span:
         return data
 
     def run(self, name: str, item_bytes: int) -> ByteRun:
-        """Its bytes."""
         stop = self.start + self.numel * item_bytes
         watch = None if self.record is None else partial(self.record.take, stop)
         return ByteRun(name, self.file.file, self.start, stop - self.start, watch)
 
 
 class SpanFile:
-    """Tensors each made of spans that follow one another."""
+    """Tensors that each consist of consecutive spans."""
 
     def __init__(
         self,
@@ -546,8 +534,8 @@ class SpanFile:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self.specs, self.spans = specs, spans
-        self.ties = dict(ties or {})  # further name of a tensor: the one it is kept under
-        self.skipped = tuple(skipped)  # "name: what it is" of what is no tensor
+        self.ties = dict(ties or {})  # alias of a tensor -> its stored name
+        self.skipped = tuple(skipped)  # "name: kind" of items that are not tensors
         self.metadata = dict(metadata or {})
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
@@ -568,7 +556,6 @@ class SpanFile:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def runs(self, name: str) -> list[ByteRun] | None:
-        """The byte ranges of tensor `name` in its files."""
         return [span.run(name, ITEM_BYTES[self.specs[name].dtype]) for span in self.spans[name]]
 
     def close(self) -> None:
@@ -579,86 +566,84 @@ class SpanFile:
 
 
 class RenamedFile:
-    """The tensors of `file` that `names` lists, old names by new ones; `skipped` says what else is in it."""
+    """The tensors of `file` in `names` (old to new names); `skipped` describes the others."""
 
     def __init__(self, file: TensorFile, names: Mapping[str, str], skipped: Sequence[str] = ()) -> None:
         self.file, self.names, self.skipped = file, names, tuple(skipped)
         self.specs: dict[str, Spec] = {new: file.specs[old]._replace(name=new) for new, old in names.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU."""
         return self.file.read(self.names[name], start, stop)
 
     def runs(self, name: str) -> list[ByteRun] | None:
-        """The byte ranges of tensor `name`; None when they do not lie in a file as they are."""
+        """None when the tensor is not stored as contiguous bytes."""
         ask = getattr(self.file, "runs", None)
         return None if ask is None else ask(self.names[name])
 
     def close(self) -> None:
-        """Close the file."""
         self.file.close()
 
 
 @dataclass
 class MemoryFile:
-    """A `TensorFile` of tensors by name."""
+    """Tensors in memory as a `TensorFile`."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """The tensors by name."""
-        return {name: Spec(name, tuple(one.shape), dtype_name(one.dtype)) for name, one in self.tensors.items()}
+        return {
+            name: Spec(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in self.tensors.items()
+        }
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """A copy of the elements [start, stop), flat."""
+        """A flat copy of the elements [start, stop)."""
         return self.tensors[name].detach().contiguous().view(-1)[start:stop].clone()
 
     def close(self) -> None:
-        """Let go of the tensors."""
         self.tensors = {}
 
 
 @dataclass(eq=False)
 class ListedFile:
-    """A file of tensors that a rank opens when it reads of it; a `TensorFile`."""
+    """A file of tensors that is opened at its first read; a `TensorFile`."""
 
     where: str
     specs: Mapping[str, Spec]
     make: Callable[[], TensorFile]
-    proof: FileProof | None = None  # what this rank is to compare of it
+    proof: FileProof | None = None  # the comparison that this rank has to make
 
     @cached_property
     def file(self) -> TensorFile:
-        """The file itself. Raises CorruptError when its tensors are not those listed."""
+        """The open file. Raises CorruptError when its tensors differ from the manifest's."""
         opened = self.make()
-        odd = [name for name, spec in self.specs.items() if opened.specs.get(name) != spec]
-        if odd:
+        wrong = [name for name, spec in self.specs.items() if opened.specs.get(name) != spec]
+        if wrong:
             opened.close()
-            raise CorruptError(f"{self.where}: {listing(odd, ', ')}: not as the manifest says; use another checkpoint")
+            raise CorruptError(
+                f"{self.where}: {listing(wrong, ', ')}: not as the manifest says; use another checkpoint"
+            )
         return opened
 
     @property
     def verify(self) -> bool:
-        """Whether reading compares digests of its own."""
+        """Whether reading compares the file's own digests."""
         return bool(getattr(self.file, "verify", False))
 
     def runs(self, name: str) -> list[ByteRun] | None:
-        """The byte ranges of a tensor, in order; None where they are not those of its elements."""
+        """None when the tensor is not stored as contiguous bytes."""
         ask = getattr(self.file, "runs", None)
         return None if ask is None else ask(name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of the tensor."""
         return self.file.read(name, start, stop)
 
     def close(self) -> None:
-        """Close the file, if it was opened."""
         if "file" in vars(self):
             self.file.close()
 
 
 def due_proof(file: TensorFile) -> FileProof | None:
-    """What this rank has still to compare of the file."""
+    """The comparison that this rank still has to make of the file."""
     proof = file.proof if isinstance(file, ListedFile) else None
     return proof if proof is not None and proof.is_due else None

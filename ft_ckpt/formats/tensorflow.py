@@ -158,11 +158,9 @@ class _ShardedBundles:
         self.specs = {name: file.specs[name] for name, file in self.files.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of tensor `name`."""
         return self.files[name].read(name, start, stop)
 
     def close(self) -> None:
-        """Drop the tensors that were read last."""
         for file in self.files.values():
             file.close()
 

@@ -84,7 +84,7 @@ class TensorPlace:
 
     @property
     def repeated_bytes(self) -> int:
-        """The bytes that it takes in row-major order beyond those stored of it."""
+        """Bytes in row-major order beyond those stored."""
         return max(0, math.prod(self.shape) - self.span.numel) * ITEM_BYTES[self.dtype]
 
 
@@ -358,11 +358,10 @@ class TorchFile(SpanFile):
         return self.made[1][start:stop]
 
     def runs(self, name: str) -> list[ByteRun] | None:
-        """The byte ranges of tensor `name` in its file; None when they are not in row-major order."""
+        """None when the tensor is not stored in row-major order."""
         return None if name in self.odd else super().runs(name)
 
     def close(self) -> None:
-        """Drop the tensor that was made last."""
         self.made = (None, torch.empty(0))
 
 
@@ -517,7 +516,6 @@ class _TensorStand:
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: object) -> Any:
-        """Storages are written as references."""
         return value.storage_reference() if isinstance(value, _StorageStand) else None
 
 
@@ -538,7 +536,7 @@ class _ZipRecord:
 
     @property
     def is_large(self) -> bool:
-        """Whether its size or place needs more than 32 bits."""
+        """Whether its size or offset needs more than 32 bits."""
         return self.size_bytes >= _LARGE or self.header_start >= _LARGE
 
     @property
@@ -557,7 +555,6 @@ class _ZipRecord:
 
     @property
     def zip_flags(self) -> int:
-        """The flags of its headers."""
         return _UTF8 | (_SIZES_AHEAD if self.size_bytes else 0)
 
     def tail_bytes(self, checksum: int) -> bytes:
@@ -569,7 +566,6 @@ class _ZipRecord:
 
     @property
     def end_offset(self) -> int:
-        """The first byte after it."""
         return self.header_start + len(self.header_bytes) + self.size_bytes + len(self.tail_bytes(0))
 
     def directory_entry(self, checksum: int) -> bytes:
@@ -723,7 +719,7 @@ def load_torch_object(raw: RawFile, map_location: Any, mapped: bool, verify: boo
 
 
 def _torch_source(raw: RawFile) -> Any:
-    """What torch reads the file from: it maps nothing but paths, and of these none that is not UTF-8."""
+    """The source for torch's reader: a path, which it can map, if it is UTF-8; otherwise a stream."""
     if isinstance(raw.file, LocalFile) and is_utf8(str(raw.file.path)):
         return raw.file.path
     return io.BufferedReader(FileStream(raw), _STREAM_BYTES)

@@ -23,14 +23,14 @@ exchange_folders = libc.exchange_folders
 unlink = os.unlink
 chmod = os.chmod
 fsync = os.fsync
-rmtree = functools.partial(shutil.rmtree, ignore_errors=True)  # a file held open over NFS must not fail a save
+rmtree = functools.partial(shutil.rmtree, ignore_errors=True)  # a file that is open over NFS must not fail a save
 
 _FEW_PATHS = 4  # for more, threads are worth their start
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _CANNOT_CHMOD = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}  # vfat, some mounts of FUSE and CIFS
 CANNOT_LINK = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
-_without_modes: set[int] = set()  # devices that were warned of
+_without_modes: set[int] = set()  # devices that were warned about
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # two letters or more before the colon; Path leaves one slash
 
@@ -42,8 +42,8 @@ def local_path(place: str | os.PathLike[str]) -> Path:
     """
     scheme = _URL.match(os.fspath(place))
     if scheme is not None:
-        other = "give a local folder, or where buckets are taken s3://, gs:// or az://"
-        advice = "leave out the scheme" if scheme[1] == "file" else other
+        others = "give a local folder, or, where buckets are supported, s3://, gs:// or az://"
+        advice = "leave out the scheme" if scheme[1] == "file" else others
         raise ConfigError(f"{os.fspath(place)}: {scheme[1]}:// is no place on this machine's disks; {advice}")
     return Path(place)
 
@@ -88,12 +88,12 @@ def list_entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def stored_file(name: str, found: os.stat_result) -> Stored:
-    """A file of these facts as an object of a store."""
+    """A file with this stat result as an object of a store."""
     return Stored(name, found.st_size, found.st_mtime, file_version(found))
 
 
 def file_version(found: os.stat_result) -> str:
-    """Another text whenever the bytes of a file are replaced."""
+    """A text that differs whenever the bytes of a file are replaced."""
     return f"{found.st_dev:x}-{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
 
 
@@ -128,9 +128,9 @@ def sync_all(paths: Sequence[Path]) -> None:
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
-    """Make `folder` and its parents; each is synced into its own parent, so that a power cut takes none of them.
+    """Make `folder` and its parents, each synced into its parent so that it survives a power cut.
 
-    `mode` is the most that the permission bits of `folder` itself may be.
+    `mode` limits the permission bits of `folder` itself.
     """
     if not folder.is_dir():
         make_folder(folder.parent)
@@ -141,10 +141,10 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 @contextlib.contextmanager
 def folder_handle(folder: Path, below: str = "", *, like: Path | None = None) -> Iterator[int]:
-    """A descriptor of the folder `below` in `folder`, reached step by step: no link at or below `folder` is followed.
+    """A descriptor of the folder `below` in `folder`, opened step by step: no link at or below `folder` is followed.
 
-    With `like`, folders that are missing are made, no more open than those in `like`. Raises OSError:
-    FileNotFoundError when it is not there, NotADirectoryError when a link or a file is in the way.
+    With `like`, missing folders are made, no more open than those in `like`. Raises OSError: FileNotFoundError for a
+    missing folder, NotADirectoryError when a link or a file is in the way.
     """
     handle = os.open(folder, _FOLDER)
     try:
@@ -162,9 +162,9 @@ def folder_handle(folder: Path, below: str = "", *, like: Path | None = None) ->
 
 
 def move_files(paths: Iterable[str], source: Path, goal: Path, *, replace: bool = True) -> None:
-    """Move those of `paths` that are in `source` to the same place in `goal`, durably; nothing goes through a link.
+    """Move those of `paths` that are in `source` to the same path in `goal`, durably; links are not followed.
 
-    Without `replace`, what is in the way in `goal` stays, and so does in `source` what would take its place.
+    Without `replace`, a file whose path exists in `goal` stays in `source`.
     """
     for below, each in _by_folder(paths):
         with contextlib.ExitStack() as stack:
@@ -177,18 +177,18 @@ def move_files(paths: Iterable[str], source: Path, goal: Path, *, replace: bool 
                 for name in present:
                     if replace or not _is_in(there, name):
                         move(name, name, src_dir_fd=here, dst_dir_fd=there)
-                sync_open(here)  # to be found twice after a power cut does no harm, to be found nowhere does
+                sync_open(here)  # after a power cut a file may exist twice, but must not be lost
                 sync_open(there)
 
 
 def delete_files(paths: Iterable[str], folder: Path) -> None:
-    """Delete those of `paths` that are files or links in `folder`, durably; what a link leads to is not touched."""
+    """Delete those of `paths` that are files or links in `folder`, durably; links are not followed."""
     for below, each in _by_folder(paths):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder_handle(folder, below) as here:
             for name in each:
                 with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                     unlink(name, dir_fd=here)
-            sync_open(here)  # or a power cut could bring files back that nothing knows of any more
+            sync_open(here)  # otherwise a power cut could restore files that no record lists any more
 
 
 def file_stats(paths: Iterable[str], folder: Path) -> list[os.stat_result]:
@@ -211,14 +211,13 @@ def remove_empty_folders(paths: Iterable[str], folder: Path) -> None:
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete `folder` and what is in it, without following a link. Raises TargetError when something is left of it."""
+    """Delete `folder` and its contents without following links. Raises TargetError when something is left."""
     rmtree(folder)
     if os.path.lexists(folder):
-        raise TargetError(f"{folder}: not deleted, or not all of it; delete it by hand if the next save does not")
+        raise TargetError(f"{folder}: not deleted completely; delete it by hand if the next save does not")
 
 
 def _by_folder(paths: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """The names in each folder, sorted."""
     found: dict[str, list[str]] = {}
     for path in sorted(paths):
         found.setdefault(str(PurePath(path).parent), []).append(PurePath(path).name)
@@ -234,7 +233,7 @@ def _is_in(folder: int, name: str) -> bool:
 
 
 def walk_tree(folder: Path) -> Iterator[Path]:
-    """Every file and folder below `folder`, contents ahead of their folder; links are not followed."""
+    """Every file and folder below `folder`, contents before their folder; links are not followed."""
     for place, folders, files in os.walk(folder, topdown=False):
         yield from (Path(place) / name for name in (*files, *folders))
 
@@ -255,12 +254,11 @@ def movable_pieces(source: Path, goal: Path, ours: set[str]) -> list[str]:
 
 
 def permission_bits(path: Path) -> int:
-    """The permission bits of `path`."""
     return stat.S_IMODE(path.stat().st_mode)
 
 
 def access_at(path: Path, access: Access) -> Access:
-    """What `access` comes to for the new file or folder `path`, in the group that it gets."""
+    """`access` for the new file or folder `path`, in the group that it gets."""
     if access.group is None:
         return access
     around = path.parent.stat()
@@ -268,9 +266,9 @@ def access_at(path: Path, access: Access) -> Access:
 
 
 def set_mode(path: Path, mode: int) -> None:
-    """Set the permission bits of a file or folder of ours. Where a mount has none of its own, this does nothing.
+    """Set the permission bits of a file or folder of ours, if its file system has permissions.
 
-    Warns once for each device where others may then do more than `mode` says.
+    Warns once for each device that gives others more access than `mode`.
     """
     if permission_bits(path) == mode:
         return
@@ -283,18 +281,18 @@ def set_mode(path: Path, mode: int) -> None:
 
 
 def warn_if_open(path: Path, found: os.stat_result, mode: int) -> None:
-    """Warn once for each device of files that others may read or change though `mode` does not say so."""
+    """Warn once for each device that gives others more access to files than `mode`."""
     if stat.S_IMODE(found.st_mode) & ~mode & 0o077 and found.st_dev not in _without_modes:
         _without_modes.add(found.st_dev)
         warn(
-            f"{path.parent}: its file system keeps no permissions, so others may read what was closed to them; mount "
+            f"{path.parent}: its file system keeps no permissions, so others may read files closed to them; mount "
             "it with a narrower umask, or choose another path",
             stacklevel=6,
         )
 
 
 def take_group(path: Path, group: int) -> os.stat_result:
-    """Give `path` to `group`, if this process may; the facts about it after that."""
+    """Give `path` to `group`, if this process may; returns its stat result."""
     with contextlib.suppress(OSError):
         if path.stat().st_gid != group:
             os.chown(path, -1, group)
@@ -302,7 +300,7 @@ def take_group(path: Path, group: int) -> os.stat_result:
 
 
 def take_access(path: Path, old: os.stat_result, limit: Access = FREE) -> None:
-    """Give `path` the group and permission bits of the file or folder it replaces, as far as `limit` allows."""
+    """Give `path` the group and permission bits of the file or folder it replaces, limited by `limit`."""
     allowed = (access_of(old) & limit).in_group(take_group(path, old.st_gid).st_gid)
     if stat.S_ISDIR(old.st_mode):
         set_mode(path, allowed.folder_bits | stat.S_IRWXU | old.st_mode & 0o7000)
@@ -311,12 +309,12 @@ def take_access(path: Path, old: os.stat_result, limit: Access = FREE) -> None:
 
 
 def access_of(found: os.stat_result) -> Access:
-    """The access to a file or folder of these facts."""
+    """The access to a file or folder with this stat result."""
     return (folder_access if stat.S_ISDIR(found.st_mode) else file_access)(found.st_mode, found.st_gid)
 
 
 def move_new(draft: Path, path: Path) -> None:
-    """Give `draft` its name `path`, which must not be taken, in one step: a link, since a rename would replace.
+    """Give `draft` its name `path`, which must not be taken, in one step: by a link, because a rename would replace.
 
     Raises FileExistsError.
     """
@@ -332,7 +330,7 @@ def move_new(draft: Path, path: Path) -> None:
 
 
 def real_path(target: Path) -> Path:
-    """`target` with its links resolved, so that a link stays and its goal is replaced. TargetError for a loop."""
+    """`target` with links resolved, so that a link stays and its target is replaced. TargetError for a loop."""
     try:
         return Path(target).resolve()
     except RuntimeError as error:  # what Python before 3.13 raises
@@ -340,7 +338,6 @@ def real_path(target: Path) -> Path:
 
 
 def is_folder(path: Path) -> bool:
-    """True for a folder itself, false for a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
@@ -365,22 +362,22 @@ def holds_mount(folder: Path) -> bool:
     return any(point == escaped or point.startswith(f"{escaped}/") for point in points)
 
 
-PREFIX = ".ft_ckpt-"  # of every hidden name of ours inside of a checkpoint
-DRAFTS = ".ft_ckpt-file-"  # in the names of folders that a file is made in
-ABANDONED_SECONDS = 24 * 3600  # after which what another machine made, where we cannot ask for its owner, is nobody's
+PREFIX = ".ft_ckpt-"  # of every hidden name of ours inside a checkpoint
+DRAFTS = ".ft_ckpt-file-"  # in the names of folders for unfinished files
+ABANDONED_SECONDS = 24 * 3600  # age at which leftovers of other machines, whose owner is unknown, are abandoned
 
 
 def make_locked_folder(place: Callable[[str], Path], mode: int = 0o777) -> Path:
-    """Make a new folder whose lock this process holds; `place` says where, from the name of its owner."""
+    """Make a new folder that this process has locked; `place` gives its path from the owner's name."""
     while True:
         folder = place(locks.new_owner())
         mkdir(folder, mode)
-        if locks.hold_lock(folder) is not False:  # else another took it for a dead one's in that instant
+        if locks.hold_lock(folder) is not False:  # otherwise another process has just claimed it as a leftover
             return folder
 
 
 def clear_drafts(folder: Path) -> None:
-    """Delete folders that a file was made in anywhere in `folder`, which is the caller's alone. Raises TargetError."""
+    """Delete leftover draft folders anywhere in `folder`, which no other process may use. Raises TargetError."""
     for path in list(walk_tree(folder)):
         if DRAFTS in path.name and is_folder(path):
             delete_folder(path)
@@ -388,9 +385,9 @@ def clear_drafts(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked_folder(parent: Path, start: str, mode: int = 0o777) -> Iterator[Path]:
-    """Yield a new folder in `parent` whose name begins with `start`, and delete it after the block.
+    """Yield a new, locked folder in `parent` whose name begins with `start`; delete it after the block.
 
-    It is locked for as long: folders of the same kind whose processes were killed are deleted first.
+    Folders of the same kind whose processes were killed are deleted first.
     """
     for name in list_names(parent):
         if name.startswith(start) and re.fullmatch(locks.OWNER, name[len(start) :]):

@@ -32,7 +32,7 @@ from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
 from ft_ckpt.storage.store import Readable, Store, read_range
 
 _AHEAD_BYTES = 16 << 20  # smaller files are read in one go
-_GAP_BYTES = 64 << 10  # between two reads, as padding between tensors: read here rather than all of the rest again
+_GAP_BYTES = 64 << 10  # padding between tensors: read here, to avoid reading the rest again
 _NO_PART = sys.maxsize, sys.maxsize, -1
 
 
@@ -53,8 +53,8 @@ class FileProof:
     open_file: Callable[[], Readable]
     owners: range
     found: PartDigests | None = None
-    failure: str | None = None  # what is wrong with the file, as far as it shows here
-    is_wide: bool = False  # all of the file is compared here, whoever else does
+    failure: str | None = None  # damage of the file that was found here
+    is_wide: bool = False  # the whole file is compared here, whatever other ranks do
 
     @property
     def is_due(self) -> bool:
@@ -148,10 +148,10 @@ class PassingDigest:
 
 
 def share_proofs(proofs: Collection[FileProof], number: int, count: int) -> list[FileProof]:
-    """Those of whole files that the `number`th of `count` ranks makes, cut down to the parts that it makes.
+    """The share of rank `number` of `count` in the comparison of whole files.
 
-    Of a file that at least as many ranks wrote, each has the parts of neighbours: on the same ranks, its own. Others
-    are dealt out, the largest first, and some ranks have nothing to compare of them but what they read most of.
+    Of a file that at least `count` ranks wrote, each rank gets consecutive parts (with equal ranks, its own). The parts
+    of other files are distributed in turn, largest file first, so that some ranks get none.
     """
     mine, dealt = [], 0
     for proof in sorted(proofs, key=lambda one: (-one.record.size_bytes, one.record.path)):
@@ -166,7 +166,7 @@ def share_proofs(proofs: Collection[FileProof], number: int, count: int) -> list
 
 def read_late(proofs: Collection[FileProof]) -> tuple[tuple[PartDigests, ...], tuple[str, ...]]:
     """The digests of all proofs, and the failures found here; missing digests are read now, in parallel."""
-    with ThreadPoolExecutor(min(8, cpu_count() or 1)) as pool:  # hashing and reading both let other threads run
+    with ThreadPoolExecutor(min(8, cpu_count() or 1)) as pool:  # hashing and reading release the GIL
         list(pool.map(FileProof.read_now, proofs))
     found = tuple(proof.found for proof in proofs if proof.found is not None)
     return found, tuple(proof.failure for proof in proofs if proof.failure is not None)
@@ -186,10 +186,10 @@ def compare_digests(
             problems += filter(None, [digest_problem(record, file_digest(known))])
         elif not any(failure.startswith(f"{record.path}: ") for failure in failures):
             problems.append(f"{record.path}: not all of it was compared; please report it")
-    return list(dict.fromkeys(problems))  # what several ranks have found is said once
+    return list(dict.fromkeys(problems))  # without duplicates from several ranks
 
 
-_OPEN = threading.local()  # its `proofs`: of the checkpoints that this thread holds open
+_OPEN = threading.local()  # `proofs`: those of the checkpoints that this thread has open
 
 
 class SourceProof:

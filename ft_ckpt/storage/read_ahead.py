@@ -1,7 +1,7 @@
 """Reads ranges of open objects ahead of their use into aligned blocks of memory.
 
-On most disks, reading past the page cache (O_DIRECT) is twice the rate of reading through it, and costs a tenth of the
-processor's time. What is in the page cache already is taken from there. Knows bytes, not tensors.
+On most disks, reading past the page cache (O_DIRECT) has twice the rate of reading through it, and needs a tenth of the
+CPU time. Bytes in the page cache are taken from there.
 """
 
 import ctypes
@@ -23,13 +23,13 @@ from ft_ckpt.storage.local_file import LocalFile, MappedBytes, Watch
 from ft_ckpt.storage.store import Readable
 
 BLOCK_BYTES = 8 << 20
-ALIGNMENT = 4096  # what O_DIRECT asks of addresses, offsets and lengths on any disk in use
+ALIGNMENT = 4096  # of addresses, offsets and lengths for O_DIRECT, on any common disk
 
 Block: TypeAlias = mmap.mmap
 Memory: TypeAlias = mmap.mmap | memoryview
 OwnBlock = TypeVar("OwnBlock", bound=mmap.mmap)
 _GROUPS, _MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-_SECOND = ("memory.max", "memory.current", "inactive_file")  # limit, what is taken, of that what is cached and can go
+_SECOND = ("memory.max", "memory.current", "inactive_file")  # limit, usage, reclaimable cache
 _FIRST = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")  # in version 1 of control groups
 
 
@@ -70,7 +70,7 @@ def new_block(size_bytes: int = BLOCK_BYTES) -> Block:
 def new_block_of(kind: type[OwnBlock], size_bytes: int) -> OwnBlock:
     """Like `new_block`, as an object of class `kind`."""
     block = kind(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):  # large pages, where there are any: first touch costs a fifth with them
+    with suppress(OSError, AttributeError):  # huge pages, if available, reduce the cost of the first touch to a fifth
         block.madvise(mmap.MADV_HUGEPAGE)
     return block
 
@@ -80,7 +80,7 @@ def address_of(block: Memory) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(block))
 
 
-# How much there is
+# Available memory
 
 
 def available_bytes() -> int:
@@ -100,7 +100,7 @@ def group_bytes(groups: Path, mounted: Path) -> Iterator[int]:
     left out.
     """
     for folder, names in _memory_groups(groups, mounted):
-        with suppress(OSError, ValueError):  # in a container the path may be one outside of it
+        with suppress(OSError, ValueError):  # in a container the path may be that of the host
             yield _left_in(folder, *names)
 
 
@@ -123,13 +123,13 @@ def _left_in(folder: Path, limit: str, taken: str, cached: str) -> int:
     return most - used + int(about.get(cached, 0))
 
 
-_LEAST_DIRECT_BYTES = 256 << 10  # below, what the kernel reads ahead is worth more
-_GAP_BYTES = 64 << 10  # what is read between two ranges rather than asking twice
-_WHOLE_STEP_BYTES = 32 << 20  # each time, a thread waits for its turn, for 5 ms where Python code is running
-LEAST_WHOLE_BYTES = 16 << 20  # smaller files are mapped, wherever they are
-_SAMPLES, _SAMPLE_BYTES = 64, 256 << 10  # places of a file asked for in the page cache: all of 2.5 GB takes 20 ms
-_FAR_BLOCK_BYTES = 16 << 20  # as much as one part of an upload: buckets count requests
-_FAR_READS = 6  # at once, of a file that is far away: most of each is waiting
+_LEAST_DIRECT_BYTES = 256 << 10  # smaller reads profit more from the kernel's read-ahead
+_GAP_BYTES = 64 << 10  # smaller gaps between two ranges are read too, to save a request
+_WHOLE_STEP_BYTES = 32 << 20  # for each step a thread may wait 5 ms for the GIL
+LEAST_WHOLE_BYTES = 16 << 20  # smaller files are always mapped
+_SAMPLES, _SAMPLE_BYTES = 64, 256 << 10  # of a file, looked up in the page cache: a lookup of 2.5 GB takes 20 ms
+_FAR_BLOCK_BYTES = 16 << 20  # for remote objects: requests are billed
+_FAR_READS = 6  # parallel requests for remote objects: most of each is latency
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +145,7 @@ class ByteRun:
 
 @dataclass(frozen=True, eq=False)
 class ReadPart:
-    """The next bytes of a run, in memory until the next part is asked for."""
+    """The next bytes of a run; in memory until the next part is requested."""
 
     run: ByteRun
     start: int  # in the file
@@ -183,10 +183,10 @@ def read_ahead(
 ) -> Iterator[ReadPart]:
     """Yield the bytes of all `runs`, in order; while one part is in use, `threads` threads read the following ones.
 
-    For runs that begin with a file far away there are at least six. At most `threads` + 2 blocks of `block_bytes` (a
-    multiple of ALIGNMENT; None: 8 MiB, 16 of what is far away) are held. `direct`: "auto" reads past the page cache
-    what is not in it, "on" whatever is in it, "off" nothing; where the file system refuses, the page cache serves.
-    `keeper` makes the blocks, and keeps them while their bytes are copied. Raises CorruptError when a file is too
+    If the first run is remote, there are at least six threads. At most `threads` + 2 blocks of `block_bytes` (a
+    multiple of ALIGNMENT; None: 8 MiB, 16 for remote objects) are in use. `direct`: "auto" reads past the page cache
+    unless the bytes are in it, "on" always, "off" never; file systems that do not support it use the page cache.
+    `keeper` allocates the blocks, and keeps them while their bytes are copied. Raises CorruptError when a file is too
     short, cannot be read, or has changed since it was opened.
     """
     keeper = keeper or PlainBlocks()
@@ -208,7 +208,7 @@ def read_ahead(
                 door = doors[id(job.file)]
                 if direct == "auto" and door is not None and not _is_worth(job):
                     door = None
-                block = free.popleft()  # the one that was left longest ago
+                block = free.popleft()  # the one that was released first
                 coming.append((job, block, pool.submit(_fill_block, keeper, job, block, door)))
             if not coming:
                 return
@@ -236,9 +236,9 @@ def read_into(
     step: int = BLOCK_BYTES,
     each: Callable[[memoryview], None] | None = None,
 ) -> None:
-    """Read the first `size_bytes` of a file into `memory`: aligned, and as long as they are, rounded up to ALIGNMENT.
+    """Read the first `size_bytes` of a file into `memory`, which is aligned, with its size rounded up to ALIGNMENT.
 
-    `direct` and the errors are those of `read_ahead`. `each` is called with what was read, in order, while more is.
+    `direct` and errors as for `read_ahead`. `each` is called with the bytes in order, while further ones are read.
     """
     with ExitStack() as stack:
         door = None if direct == "off" else _open_direct(file, stack)

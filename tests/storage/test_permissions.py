@@ -420,7 +420,7 @@ def test_what_a_mount_opens_is_told_once(tmp_path, monkeypatch):
     real = os.open
     monkeypatch.setattr(os, "open", lambda path, flags, mode=0o777, **more: opened(real, path, flags, more))
     file.chmod(0o600)
-    with pytest.warns(UserWarning, match="keeps no permissions, so others may read what was closed to them"):
+    with pytest.warns(UserWarning, match="keeps no permissions, so others may read files closed to them"):
         ft_ckpt.convert(file, tmp_path / "one.pt", progress=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
