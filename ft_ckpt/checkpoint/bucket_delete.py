@@ -56,7 +56,7 @@ def drop_from_bucket(store: Store) -> Removal:
 
 
 def strip_in_bucket(store: Store) -> Removal:
-    """Delete the training state of the checkpoint in `store`, unless something guards it; raises likewise."""
+    """Delete the training state of the checkpoint in `store`, unless something guards it; raises as above."""
     found = store.stat(MANIFEST_NAME)
     if found is None:
         return Removal(store.url)

@@ -66,7 +66,7 @@ def checkpoint_problems(
 ) -> Iterator[str]:
     """Every problem that `catalog.verify` reports, a line each. `digest` gives that of an open file, in any thread.
 
-    The digests of the files `late`, by whatever name, are left to whoever reads these.
+    The digests of the files `late`, under any of their names, are left to their readers.
     """
     folders = {str(PurePosixPath(file.path).parent) for file in manifest.files}
     listed = {each.name: each for folder in folders for each in store.list_folder(_plain(folder)).objects}

@@ -389,7 +389,7 @@ def _grant_access(stage: Path, everything: list[Path], target: Path, access: Acc
     folder_mode = _open.get(stage, local_disk.permission_bits(stage))
     old = _facts_of(target, [MANIFEST_NAME, *(listed_files(target) or ())])
     was_open = functools.reduce(operator.or_, (each.st_mode for each in old.values())) if old else 0o777
-    may_enter = was_open | (was_open & 0o444) >> 2  # whoever may read a file may enter its folder
+    may_enter = was_open | (was_open & 0o444) >> 2  # a reader of a file may enter its folder
     places = {path.relative_to(stage).as_posix(): path for path in everything if path != stage}
     known, found = _facts_of(target, places), _facts_of(stage, places)
     inodes = Counter((each.st_dev, each.st_ino) for each in found.values())

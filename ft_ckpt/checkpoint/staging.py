@@ -62,7 +62,7 @@ class LocalStaging:
     stage: Path
     target: Path
     direct_bytes: int | None = BLOCK_BYTES  # see LocalStore
-    access: Access = FREE  # likewise
+    access: Access = FREE  # see LocalStore
 
     @property
     def store(self) -> LocalStore:

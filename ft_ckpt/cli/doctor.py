@@ -32,7 +32,7 @@ _INSTEAD = {  # what ft_ckpt does where an ability is missing
     "sync of folders": "a power cut may take the newest checkpoint; digests notice it",
     "writing in place": "give each run of several ranks another place: they write into one file",
     "writing past the page cache": "all goes through the page cache, slower on most disks",
-    "locks": "whether a process lives is told by time: leases last ten minutes, leftovers a day",
+    "locks": "a dead process is recognised by time alone: leases last ten minutes, leftovers a day",
     "mapping": "files are read instead of mapped",
     "names in upper and lower case": "no two files may differ in nothing else",
     "noticing what was written over": "versions are compared on reading",

@@ -2,7 +2,7 @@
 
 Most modules list their parameters and persistent buffers, and nothing else. Some have extra state, a way of saving of
 their own, or hooks that add to what is listed: that is found by asking them, and given back through their own loading.
-Wrappers are told by their types: a module of the user's may have a name like theirs.
+Wrappers are recognised by type, since a module of the user may have the same name.
 """
 
 import pickle

@@ -269,7 +269,7 @@ class Ranks:
         """Report at the next meeting that this rank has failed; the first report of any rank counts."""
         if error is not None:
             told = json.dumps(agreement.failure_of_rank(self.rank, error))
-            with suppress(RankError):  # the store is gone: what has failed here is told here
+            with suppress(RankError):  # the store is gone: report the local failure
                 self.store.compare_set(self._store_key(f"{self.rounds + 1}/failed"), "", told)
 
     def _have_arrived(self, missing: "deque[tuple[str, int]]", seconds: float) -> bool:

@@ -1,7 +1,7 @@
 """How the elements of a tensor are spread over ranks (boxes, runs, flat buffers, meshes), as plain data.
 
 One frozen, hashable class for each layout. None holds a tensor: where a rank's elements lie in memory is the business
-of whoever has the tensor, and a `Sharding` says which elements these are.
+of the tensor's owner; a `Sharding` says which elements these are.
 """
 
 import math

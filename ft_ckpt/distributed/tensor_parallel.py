@@ -264,7 +264,7 @@ def _of_other_rank(info: Source, members: tuple[int, ...], holder: int) -> Sourc
 
 
 def _own_sharding(tensor: Any) -> Sharding:
-    groups: Any = sys.modules.get("deepspeed.utils.groups")  # imported by whoever made these layers
+    groups: Any = sys.modules.get("deepspeed.utils.groups")  # imported by the code that made these layers
     shape, known = tuple(tensor.shape), {} if groups is None else groups._get_expert_parallel_group_dict()
     if hasattr(tensor, "ds_shape") or tensor.group_name not in known:
         return OpaqueSharding(shape, None, why=_why_refused(tensor.group_name))

@@ -50,7 +50,7 @@ class Wrapper:
 
     child_key: str | None = None  # the name under which its modules keep the module they wrap
     packages: tuple[str, ...] = ()  # beginnings of the names of modules with its code, from which it hooks modules
-    function_packages: tuple[str, ...] = ()  # likewise, from which it puts functions on the user's modules
+    function_packages: tuple[str, ...] = ()  # packages from which it puts functions on the user's modules
     attributes: tuple[str, ...] = ()  # that it sets on the user's modules
     attribute_prefixes: tuple[str, ...] = ()
     layout_facts: tuple[

@@ -1,4 +1,4 @@
-"""What experiment trackers are told of each save: functions for `CheckpointSaver(on_saved=...)`.
+"""Reports of saves to experiment trackers: functions for `CheckpointSaver(on_saved=...)`.
 
     CheckpointSaver(accelerator, "runs/sft", on_saved=[log_to_accelerate(accelerator), log_to_wandb(run)])
 

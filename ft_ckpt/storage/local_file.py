@@ -19,7 +19,7 @@ from ft_ckpt.storage import libc, local_disk
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _MOST_AT_ONCE = 1 << 30  # bytes read in one call; Linux takes less than 2 GB
-Watch = Callable[[int, memoryview, "LocalFile | None"], None]  # is told of bytes that were read, and where
+Watch = Callable[[int, memoryview, "LocalFile | None"], None]  # receives bytes that were read, and their offset
 
 
 class LocalFile:

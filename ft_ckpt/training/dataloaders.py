@@ -386,7 +386,7 @@ class _SkippingSampler:
         return getattr(self.plain, name)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # whoever asks whether this is a batch sampler means the plain one
+    def __class__(self) -> type:  # an isinstance check for batch samplers means the plain one
         return type(self.plain)
 
 
