@@ -247,12 +247,12 @@ def file_saved_over(trial: Trial, _originals: dict[str, Path], out: Path) -> Non
 
 
 def stripped(trial: Trial, originals: dict[str, Path], out: Path) -> None:
-    """Tombstones list what the manifest lists; pins and leases say nothing of it."""
+    """Tombstones list what the manifest lists; the modes of pins and leases do not count."""
     shutil.copytree(originals["run"], out)
     trial.mixed = False
+    pin(out / "checkpoint-2", "mine")  # before the modes are set: it is no source of what is written
     trial.close(out)
     was = mode(out / "checkpoint-1" / "ft_ckpt.json")
-    pin(out / "checkpoint-2", "mine")
     with trial.watched(), hold_lease(out / "checkpoint-2"):
         prune_run(out, Keep(last=3, state=Keep(last=1)))
     if (mode(out / "checkpoint-1" / "ft_ckpt.json")) != was:
