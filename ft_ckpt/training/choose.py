@@ -146,8 +146,8 @@ def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], stack: ExitStac
             early, left = replace(wanted, late=False), candidates[number + 1 :]
             older = next((one[0] for one in left if _open_one_of(one, early, stack)[0]), None)
             advice = f"the newest whole one is {older}" if older else "there is no older one that is whole"
-            message = f"{listing(problems)}; {advice}{_overwritten_advice(wanted)}"
-            raise UnreadableError(message) if may_pass(problems) else CorruptError(message)
+            kind = UnreadableError if may_pass(problems) else CorruptError
+            raise kind(f"{listing(problems)}; {advice}{_overwritten_advice(wanted)}")
         warn(f"{listing(problems)}; damaged, trying an older one", stacklevel=2)
     if candidates:
         raise CorruptError(

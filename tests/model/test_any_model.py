@@ -13,6 +13,7 @@ from torch import nn
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors
+from ft_ckpt.messages import printable
 
 SEED = chosen_seed()
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
@@ -107,7 +108,8 @@ def kept(save, model) -> bool:
         said = str(error)
     else:
         return True
-    assert any(name in said or repr(name) in said for name in [*model.state_dict(), "no tensors"]), said
+    names = [*model.state_dict(), "no tensors"]
+    assert any(name in said or repr(name) in said or printable(name) in said for name in names), said
     return False
 
 

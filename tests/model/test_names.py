@@ -219,7 +219,7 @@ def test_alike_objects_are_asked_for_names(kind, tmp_path):
     objects = {"_models": [policy, value], "_schedulers": [schedule(optimizer), schedule(optimizer)]}
     objects["_custom_objects"] = [Counter(steps=1), Counter(steps=2)]
     accelerator = prepared(**{"_models": [policy], kind: objects[kind]}, _optimizers=[optimizer])
-    with pytest.raises(errors.ConfigError, match="alike"):
+    with pytest.raises(errors.ConfigError, match="differ in their order alone"):
         CheckpointSaver(accelerator, tmp_path).save_state()
     saver = CheckpointSaver(accelerator, tmp_path)
     saver.register(second=objects[kind][1])

@@ -23,11 +23,11 @@ OF_PATHS = {
 }
 
 # The floor: what a store and the fast road beside it are made of.
-STORAGE = {"buffers", "direct_io", "local_disk", "local_file", "local_store", "owners", "placing", "read_ahead"}
-STORAGE |= {"scratch", "folder_trials", "local_copy"}  # trials of a file system; files for libraries that want paths
+STORAGE = {"direct_io", "libc", "local_disk", "local_file", "local_store", "locks", "read_ahead"}
+STORAGE |= {"scratch", "trials"}  # files for libraries that want paths; trials of a file system
 # The commit protocol of folders, its recovery and its opposite, locks of readers, and open files kept open.
-CHECKPOINT = {"commit", "delete", "leases", "open_checkpoint", "recovery"}
-STREAMS = {"cli/streams"}  # standard output, which is no file of ours
+CHECKPOINT = {"commit", "delete", "guards", "open_checkpoint"}
+STREAMS = {"cli/options"}  # standard output, which is no file of ours
 
 
 def signs(tree: ast.Module) -> Iterator[str]:
@@ -36,7 +36,8 @@ def signs(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names if each.name in IMPORTS)
         elif isinstance(node, ast.ImportFrom):
-            names = {f"{node.module}.{each.name}" for each in node.names if each.name != "local_path"}
+            harmless = {"local_path", "PREFIX", "ABANDONED_SECONDS"}  # a check of text, and two constants
+            names = {f"{node.module}.{each.name}" for each in node.names if each.name not in harmless}
             yield from {node.module, *names} & IMPORTS if names else ()
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
             yield from {node.attr} - HARMLESS
