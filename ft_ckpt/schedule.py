@@ -70,7 +70,7 @@ def expected_overhead(
 def parse_seconds(duration: float | timedelta | str) -> float:
     """Seconds in a number of seconds, a timedelta, or text such as "90s", "45min", "24h", "7d".
 
-    Raises ConfigError when it is none of these or not above 0.
+    Raises ConfigError for any other value, and for one that is not above 0.
     """
     seconds = math.nan
     if isinstance(duration, timedelta):

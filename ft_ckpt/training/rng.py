@@ -78,7 +78,7 @@ def _try_state(kind: str, state: Any) -> None:
 
 
 def state_of(generator: Any) -> State | None:
-    """The state of one generator of torch, NumPy or Python; None for what is none of these."""
+    """The state of one generator of torch, NumPy or Python; None for any other object."""
     if isinstance(generator, torch.Generator):
         return {"kind": "torch", "device": str(generator.device), "state": generator.get_state()}
     if isinstance(generator, np.random.Generator):

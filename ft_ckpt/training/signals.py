@@ -74,7 +74,7 @@ class SignalWatch:
                 signal.signal(number, _still_in_force(number, previous))
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a child that was not forked by Python, where nobody asks for `received`
+        if os.getpid() != self._process:  # a child that Python did not fork: nothing reads `received` there
             self._restore_handlers()
             os.kill(os.getpid(), number)
         elif self.received is None:
