@@ -5,13 +5,13 @@ import random
 
 import pytest
 import torch
+from adapter_fields import FieldTrials
 from architectures import ARCHITECTURES, make
 from compare import logits
+from methods import METHODS, UNMERGEABLE
 from peft import LoraConfig, get_peft_model
 
 from ft_ckpt import CheckpointSaver, errors
-from tests.helpers.adapter_fields import FieldTrials
-from tests.helpers.methods import METHODS, UNMERGEABLE
 
 ALL = sorted({**METHODS, **UNMERGEABLE})
 
