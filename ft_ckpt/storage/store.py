@@ -266,7 +266,7 @@ class Access:
 
     @property
     def for_file(self) -> "Access":
-        """The access for a file that leaves the folder: also limited to those who may enter the folder."""
+        """The access for a file that leaves the folder: limited as well to users with access to the folder."""
         inside = sum(0o7 << shift for shift in (0, 3, 6) if self.folder_bits >> shift & 1)
         return replace(self, file_bits=self.file_bits & inside | stat.S_IRUSR)
 
