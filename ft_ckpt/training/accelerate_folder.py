@@ -8,7 +8,7 @@ Source: `checkpointing.py` and `accelerator.py` of accelerate 1.15, of which old
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,25 +205,20 @@ def _numbered_optimizer(state: Any) -> tuple[Document, dict[str, TensorPlace]]:
                     tensors[f"{number}/{key}"] = value
                 else:
                     known[key] = {"value": encode_value(value)}
-        settings = [_group_settings(group) for group in state["param_groups"]]
-        params = [[str(number) for number in group["params"]] for group in state["param_groups"]]
-    odd = [f"group {n}: {key}" for n, one in enumerate(settings) for key, value in one.items() if value is None]
-    if odd:
-        raise LoadError(f"{listing(odd, ', ')}: no plain values")
-    groups = [{"params": numbers, "values": values} for numbers, values in zip(params, settings, strict=True)]
-    return {"groups": groups, "state": entries, "steps": _most_steps(state["state"].values())}, tensors
+        groups: list[Document] = []
+        for group in state["param_groups"]:
+            plain = {key: _read_tensor(value) for key, value in group.items() if key != "param_names"}
+            groups.append({"params": [str(number) for number in group["params"]], "values": settings_of(plain)})
+    unknown = [f"group {n}: {key}" for n, one in enumerate(groups) for key, v in one["values"].items() if v is None]
+    if unknown:
+        raise LoadError(f"{listing(unknown, ', ')}: no plain values")
+    # Steps of the optimizer: the highest count of a parameter; None if it keeps no count.
+    counts = [float(_read_tensor(values["step"])) for values in state["state"].values() if "step" in values]
+    return {"groups": groups, "state": entries, "steps": int(max(counts)) if counts else None}, tensors
 
 
-def _most_steps(states: Iterable[Mapping[str, Any]]) -> int | None:
-    """Steps of the optimizer: the highest count of a parameter; None if it keeps no count."""
-    counts = [one["step"] for one in states if "step" in one]
-    read = [float(strided_tensor(one)) if isinstance(one, TensorPlace) else float(one) for one in counts]
-    return int(max(read)) if read else None
-
-
-def _group_settings(group: Mapping[str, Any]) -> Document:
-    plain = {key: strided_tensor(value) if isinstance(value, TensorPlace) else value for key, value in group.items()}
-    return settings_of({key: value for key, value in plain.items() if key != "param_names"})
+def _read_tensor(value: Any) -> Any:
+    return strided_tensor(value) if isinstance(value, TensorPlace) else value
 
 
 def _generators_of(states: Mapping[str, Any]) -> rng.State:

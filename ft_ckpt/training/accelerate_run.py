@@ -52,7 +52,9 @@ def fit_point(
     fit = _Fitting(point.document["foreign"], live, _names_in_order(live, point.document["foreign"]))
     fit.fit_models(point.tensors)
     fit.fit_optimizers()
-    fit.fit_objects()
+    for kind in ("scheduler", "scaler", "custom"):
+        for number, name in fit.items_of(kind):
+            fit.take_tree(name, f"{kind}_{number}")
     ranks = fit.fit_data(point.document["ranks"])
     fit.judge_rank(point)
     step, notes = _steps_done(fit.foreign, live.accelerator, len(ranks))
@@ -80,7 +82,7 @@ class _Fitting:
 
     def fit_models(self, stored: StoredTensors) -> None:
         """The weights of all models, by name."""
-        for number, item in self._items_of("model"):
+        for number, item in self.items_of("model"):
             prefix = f"model_{number}/"
             ties = {n.removeprefix(prefix): old for n, old in self.foreign["ties"].items() if n.startswith(prefix)}
             places = {name: prefix + name for name in stored.state_names(prefix)} | ties
@@ -94,7 +96,7 @@ class _Fitting:
     def fit_optimizers(self) -> None:
         """The state of the optimizers, by the names of the parameters."""
         by_name, labels = {item.name: item for item in self.run.items}, labelled_sources(self.run.found)
-        for number, name in self._items_of("optimizer"):
+        for number, name in self.items_of("optimizer"):
             key = f"optimizer_{number}"
             try:
                 description, owners = _fit_optimizer(by_name[name], self.foreign["optimizers"][key], labels)
@@ -107,12 +109,6 @@ class _Fitting:
                     old = f"{key}/{number_there}/{entry}"
                     self.names[f"{name}/{owner}/{entry}"] = self.foreign["ties"].get(old, old)
 
-    def fit_objects(self) -> None:
-        """Schedulers, the scaler of gradients, and registered objects."""
-        for kind in ("scheduler", "scaler", "custom"):
-            for number, name in self._items_of(kind):
-                self._take_tree(name, f"{kind}_{number}")
-
     def fit_data(self, ranks: Sequence[Document]) -> list[Document]:
         """The places in the data, which only stateful loaders have left: the trees of all `ranks` with them."""
         loaders = getattr(self.run.accelerator, "_dataloaders", ())
@@ -124,7 +120,7 @@ class _Fitting:
                 self.outcomes.append(Restored(name, *problem))
                 continue
             self.loaders.append(Item(name, "object", loader))
-            self._take_tree(name, key)
+            self.take_tree(name, key)
             place = self.foreign["objects"][f"{key}/place"]
             about = flatten_tree(describe_data(loader), "about", False)[0]["tree"]
             places[f"loader-{len(places)}"] = {**place, "tree": {**place["tree"], "about": about}}
@@ -152,7 +148,7 @@ class _Fitting:
             return None
         return "failed", f"saved by {saved} rank(s), {self.run.ranks.size} here; resume on as many"
 
-    def _take_tree(self, name: str, key: str) -> None:
+    def take_tree(self, name: str, key: str) -> None:
         """The object that the folder has as `key`, for the item `name`."""
         self.entries[name] = entry = self.foreign["objects"][key]
         self.names |= {f"{name}/{index}": f"{key}/{index}" for index in range(entry["tensors"])}
@@ -168,7 +164,7 @@ class _Fitting:
             detail = f"saved {done % steps} batches after a step, whose gradients are not in the folder"
             self.outcomes.append(Restored("gradients", "absent", detail))
 
-    def _items_of(self, kind: str) -> list[tuple[str, str]]:
+    def items_of(self, kind: str) -> list[tuple[str, str]]:
         """(number, item of the run) of the files of one kind that were read; of others the outcome is noted."""
         found, live = [], self.order[kind]
         for number, file in self.foreign["files"][kind].items():
@@ -232,14 +228,19 @@ def _fit_optimizer(item: Item, stored: Document, labels: Mapping[str, Source]) -
         for ours, theirs in zip(live, there, strict=True)
         for name, number in zip(ours, theirs, strict=True)
     }
-    devices = {
-        name: _keeps_step_on_host(group) for group, some in zip(stored["groups"], live, strict=True) for name in some
+    # torch keeps the count of steps in main memory, except of capturable and fused optimizers.
+    on_device = {
+        name: any(group["values"].get(option, {}).get("value") for option in ("capturable", "fused"))
+        for group, some in zip(stored["groups"], live, strict=True)
+        for name in some
     }
-    state = {
-        name: {key: _placed_entry(key, entry, devices[name]) for key, entry in stored["state"][number].items()}
-        for name, number in owners.items()
-        if number in stored["state"]
-    }
+    state: Document = {}
+    for name, number in owners.items():
+        if number in stored["state"]:
+            state[name] = {
+                key: {**entry, "host": key == "step" and not on_device[name]} if "dtype" in entry else entry
+                for key, entry in stored["state"][number].items()
+            }
     problems = [
         f"{name}: {key} has shape {entry['shape']}, the parameter {list(labels[name].shape)}"
         for name, entries in state.items()
@@ -263,16 +264,6 @@ def _names_of_groups(optimizer: Any, labels: Mapping[str, Source]) -> list[list[
             "use_orig_params=True or under another wrapper"
         )
     return names
-
-
-def _keeps_step_on_host(group: Document) -> bool:
-    """Whether torch leaves the count of steps in main memory."""
-    values = group["values"]
-    return not any(values.get(name, {}).get("value") for name in ("capturable", "fused"))
-
-
-def _placed_entry(key: str, entry: Document, step_on_host: bool) -> Document:
-    return entry if "dtype" not in entry else {**entry, "host": key == "step" and step_on_host}
 
 
 def _steps_done(foreign: Document, accelerator: Any, ranks: int) -> tuple[int, list[str]]:

@@ -9,8 +9,8 @@ import os
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -54,6 +54,7 @@ from ft_ckpt.messages import LOG, warn
 from ft_ckpt.storage.digests import PassingProblem
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.proofs import share_proofs
 from ft_ckpt.training.accelerate_folder import find_accelerate_folder, is_foreign, open_accelerate_folder
 from ft_ckpt.training.state import Document, ResumePoint, StoredTensors, open_resume_point
 from ft_ckpt.transfer.copies import content_identity
@@ -136,8 +137,11 @@ def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], stack: ExitStac
     foreign = accelerate_folder_at(wanted.place) if wanted.is_named else None
     if foreign is not None:
         return open_accelerate_folder(foreign, stack)
-    known = _grouped_copies(resumable(reversed(infos)))
-    candidates = [_copies_of(_named_checkpoint(wanted, infos), known)] if wanted.is_named else known
+    candidates = _grouped_copies(resumable(reversed(infos)))
+    if wanted.is_named:
+        named = _named_checkpoint(wanted, infos)
+        beside = next((copies for copies in candidates if any(one.folder == named.folder for one in copies)), [])
+        candidates = [[named, *(one for one in beside if one.folder != named.folder)]]
     for number, copies in enumerate(candidates):
         point, problems = _open_one_of(copies, wanted, stack)
         if point is not None:
@@ -192,12 +196,6 @@ def _grouped_copies(infos: Iterable[CheckpointInfo]) -> list[list[Place]]:
     for info in infos:
         found.setdefault(content_identity(info.manifest), []).append(Place(info.store))
     return list(found.values())
-
-
-def _copies_of(named: Place, known: Iterable[list[Place]]) -> list[Place]:
-    """The checkpoint `named`, then its copies among `known`."""
-    beside = next((copies for copies in known if any(one.folder == named.folder for one in copies)), [])
-    return [named, *(one for one in beside if one.folder != named.folder)]
 
 
 def _named_checkpoint(wanted: Wanted, infos: Sequence[CheckpointInfo]) -> Place:
@@ -357,16 +355,21 @@ def open_to_all(
     views = ranks.agree("opening the checkpoint of resume()", mine, decide=_merge_views).told
     sharers = [rank for first, last in views["sharers"] for rank in range(first, last + 1)]
     if local is not None and ranks.rank in sharers:
-        local.tensors.take_share(sharers.index(ranks.rank), len(sharers))
+        local.tensors.proofs = share_proofs(local.tensors.proofs, sharers.index(ranks.rank), len(sharers))
     served: str = views["served"]
     if not served:
         assert local is not None, "every rank sees it"
         return local
-    contents, error = try_action(lambda: {} if point is None else _contents_to_send(point))
-    contents = ranks.agree("sending the checkpoint of resume()", contents, error).told
+    contents: Document = {}  # everything but the tensors, and the id under which rank 0 serves these
+    if point is not None:
+        manifest = manifest_to_json(point.checkpoint.manifest)
+        contents = {"serving_id": uuid.uuid4().hex, "manifest": manifest, "document": point.document}
+    contents = ranks.agree("sending the checkpoint of resume()", contents).told
     if point is not None:
         again = _open_again(point, stack)  # open files belong to one thread
-        stack.enter_context(serve_reads(contents["serving_id"], again.read, ranks))
+        store = current_ranks(ranks.timeout_seconds, _LANE).store
+        answer = partial(_answer_requests, store, contents["serving_id"], again.read)
+        stack.enter_context(beside_thread("ft_ckpt-serve", answer))
     if local is None:
         return _remote_checkpoint(facts, place, contents, ranks, served)
     return replace(local, served=served)
@@ -377,14 +380,6 @@ def _merge_views(answers: Values) -> Document:
     served = rank_numbers([rank for rank, answer in enumerate(answers) if not answer["sees"]])
     runs = [(shares, [*run]) for shares, run in groupby(range(len(answers)), lambda rank: answers[rank]["shares"])]
     return {"served": served, "sharers": [[run[0], run[-1]] for shares, run in runs if shares]}
-
-
-@contextmanager
-def serve_reads(serving_id: str, read: Read, ranks: Ranks) -> Iterator[None]:
-    """On rank 0: answer requests of other ranks for tensors in a thread, which calls `read`, during the block."""
-    store = current_ranks(ranks.timeout_seconds, _LANE).store
-    with beside_thread("ft_ckpt-serve", partial(_answer_requests, store, serving_id, read)):
-        yield
 
 
 @dataclass(eq=False)
@@ -410,7 +405,9 @@ class RemoteFile:
         step = max(1, _PIECE_BYTES // item)
         for low in range(start, stop, step):
             high = min(low + step, stop)
-            key = self._send_request([self.part, name, low, high])
+            number = self.store.add(_store_key(self.serving_id, "asked"), 1)
+            self.store.set(_store_key(self.serving_id, f"ask/{number}"), json.dumps([self.part, name, low, high]))
+            key = _store_key(self.serving_id, f"answer/{number}")
             pending.append((key, (low - start) * item, (high - start) * item))
             if len(pending) == _AHEAD:
                 self._receive_answer(*pending.popleft(), data)
@@ -419,12 +416,7 @@ class RemoteFile:
         return data.view(dtype_of(spec.dtype))
 
     def close(self) -> None:
-        """Nothing to close."""
-
-    def _send_request(self, request: list[Any]) -> str:
-        number = self.store.add(_store_key(self.serving_id, "asked"), 1)
-        self.store.set(_store_key(self.serving_id, f"ask/{number}"), json.dumps(request))
-        return _store_key(self.serving_id, f"answer/{number}")
+        pass
 
     def _receive_answer(self, key: str, start: int, stop: int, data: Tensor) -> None:
         while not _wait_for_key(self.store, key):
@@ -469,12 +461,6 @@ def _manifest_place(held: OpenCheckpoint) -> list[int]:
     return [status.st_ino, status.st_size, status.st_mtime_ns]
 
 
-def _contents_to_send(point: ResumePoint) -> Document:
-    """Everything but the tensors, and the id under which rank 0 serves these."""
-    manifest = manifest_to_json(point.checkpoint.manifest)
-    return {"serving_id": uuid.uuid4().hex, "manifest": manifest, "document": point.document}
-
-
 def _remote_checkpoint(facts: Document, place: Place, contents: Document, ranks: Ranks, served: str) -> ResumePoint:
     """The checkpoint on a rank that does not see it: `contents` of rank 0, and tensors that rank 0 reads."""
     manifest = manifest_from_json(contents["manifest"], facts["path"])
@@ -494,17 +480,14 @@ def _answer_requests(store: Any, serving_id: str, read: Read, done: threading.Ev
             continue
         request = json.loads(store.get(key))
         data, error = try_action(lambda: read(*request))  # noqa: B023 - called at once
-        store.set(_store_key(serving_id, f"answer/{number}"), _encode_failure(error) if error else _encode_answer(data))
+        if error is None:
+            answer = data.contiguous().view(-1).view(torch.uint8).numpy().tobytes() + _DONE
+        else:
+            text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            answer = text.encode() + _FAILED
+        store.set(_store_key(serving_id, f"answer/{number}"), answer)
         store.delete_key(key)
         number += 1
-
-
-def _encode_answer(data: Tensor) -> bytes:
-    return data.contiguous().view(-1).view(torch.uint8).numpy().tobytes() + _DONE
-
-
-def _encode_failure(error: BaseException) -> bytes:
-    return (str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}").encode() + _FAILED
 
 
 def _wait_for_key(store: Any, key: str) -> bool:
@@ -539,7 +522,11 @@ def _choose_and_open(wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint, Doc
     listings: list[Listing] = []
     for folder in wanted.places.folders:
         recover_all(folder)  # leftovers of killed saves
-        listings.append(_list_for(wanted, folder))
+        if wanted.mode in ("auto", "must"):  # the newest can be found only if all manifests are readable
+            listings.append(list_readable(folder))
+        else:
+            listings.append(list_checkpoints(folder))
+            listings[-1].warn_left_out()
     infos = [info for listed in listings for info in listed.found]
     if wanted.places.directory is not None:
         infos = in_run_order(infos)
@@ -551,15 +538,6 @@ def _choose_and_open(wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint, Doc
         return None
     branch = branch_run_id(wanted, point.checkpoint, infos)
     return point, {"facts": checkpoint_facts(point.checkpoint), "branch": branch, "late": bool(point.tensors.proofs)}
-
-
-def _list_for(wanted: Wanted, folder: Place) -> Listing:
-    """The checkpoints in a folder of the run. The newest can be found only if all manifests are readable."""
-    if wanted.mode in ("auto", "must"):
-        return list_readable(folder)
-    listed = list_checkpoints(folder)
-    listed.warn_left_out()
-    return listed
 
 
 def _refuse_damaged(listings: Iterable[Listing]) -> None:

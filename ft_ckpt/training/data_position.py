@@ -51,22 +51,22 @@ class DataPosition:
         """
         self.loader, self.rank, self.size, self.replay = loader, rank, size, replay
         self.on_difference, self._order = on_difference, SampleOrder()
-        self._order_left: str | None = None  # the digest of what was given of a pass that is yet to be resumed
-        self.shares = dataloaders.data_shares(loader, size)  # of the data; ranks that are given the same count once
+        self._order_left: str | None = None  # digest of the consumed items of a pass that is to be resumed
+        self.shares = dataloaders.data_shares(loader, size)  # of the data; ranks with the same data count once
         self.epoch = 0  # passes done
         self.batch = 0  # batches of this rank given in the current pass
         self.samples = 0  # given to all ranks since the run began, if theirs are as large as ours
-        self._offset = 0  # items of the source that the pass had given before it was cut as it is, see `DataCut`
+        self._offset = 0  # items of the source consumed under another cut of this pass, see `DataCut`
         self._start: RandomState | None = None
         self._last: RandomState | None = None
         self._numbers: dict[str, int] = {}
         self._warm = False
-        self._origin: Any = None  # the loader's own state that the pass was begun in, of a run that was not ours
-        self._states: list[Any] = []  # the loader's own, after each of the last three batches
-        self._pending = False  # loaded, and not yet wound forward
+        self._origin: Any = None  # the loader's own state at the start of a pass that another library began
+        self._states: list[Any] = []  # the loader's own state after each of the last three batches
+        self._pending = False  # a position is loaded and the loader not yet advanced to it
         self._loaded_at_end: bool | None = None
-        self._is_over = False  # the pass to be resumed has nothing left, and nobody knows how long it is
-        self._least: int | None = None  # items that it has at least: its last batch may have been short; None: all
+        self._is_over = False  # the pass to be resumed has no batch left, and its length is unknown
+        self._least: int | None = None  # lower bound of its items, if its last batch may have been short
 
     @property
     def at_end(self) -> bool | None:
@@ -90,12 +90,16 @@ class DataPosition:
         """
         iterator = self._resume_pass() if self._pending else self._begin_pass()
         while True:
-            self._note_random_state()
+            # The first batch is requested in the state that the pass began with; workers draw nothing here.
+            if self.batch and dataloaders.looks_ahead(self.loader) and dataloaders.reads_here(self.loader):
+                self._last = RandomState(self.loader)
             try:
                 batch = next(iterator)
             except StopIteration:
                 break
-            self._count_batch(batch)
+            self.batch, self.samples = self.batch + 1, self.samples + dataloaders.samples_in(batch) * self.shares
+            self._order.take(dataloaders.batches_per_call(self.loader))
+            self._remember_own_state()
             yield batch
         self.end_pass()
 
@@ -190,17 +194,6 @@ class DataPosition:
         with dataloaders.skipping_items(self.loader, 0, 0, order=self._order):
             iterator = iter(self.loader)
             return chain(list(islice(iterator, 1)), iterator)  # some loaders ask their sampler then
-
-    def _note_random_state(self) -> None:
-        # The first batch is asked for in the state that the pass began with; workers draw nothing here.
-        if self.batch and dataloaders.looks_ahead(self.loader) and dataloaders.reads_here(self.loader):
-            self._last = RandomState(self.loader)
-
-    def _count_batch(self, batch: Any) -> None:
-        given = dataloaders.samples_in(batch) * self.shares
-        self.batch, self.samples = self.batch + 1, self.samples + given
-        self._order.take(dataloaders.batches_per_call(self.loader))
-        self._remember_own_state()
 
     def _remember_own_state(self) -> None:
         if self._jumps_by_state and dataloaders.looks_ahead(self.loader):
@@ -315,7 +308,7 @@ class DataPosition:
         """Continue after the items that `saved` ranks had consumed together, from a pass cut into `shares` as `was`."""
         cut = dataloaders.cut_of(self.loader, self.shares)
         is_map, length = dataloaders.is_map(self.loader), dataloaders.pass_length(self.loader)
-        # ft_ckpt 0.2.0 noted as left out what was given again, too.
+        # In positions of ft_ckpt 0.2.0 the offset also counts items that were yielded again.
         taken = self._offset - (self._offset % was.divisor if is_map else 0) + self.batch * was.per_step
         done = f"{saved} ranks had seen {taken} {cut.unit} of this pass, {self.size} go on"
         if shares == self.shares:
@@ -378,7 +371,7 @@ def check_position(state: Any) -> None:
     problems += [problem for start in starts for problem in rng.generator_problems(start["global"])]
     for own in (state["own"], *(start["own"] for start in starts)) if not problems else ():
         for saved in own.values():
-            if saved is not None and saved["kind"] != "torch":  # which may be of a device that is not here
+            if saved is not None and saved["kind"] != "torch":  # torch's may be of a device that is absent here
                 rng.generator_in(saved)
     if problems:
         raise CorruptError(f"position in the data: {listing(problems)}; it is not what state_dict returns")
@@ -400,7 +393,7 @@ def _is_start(value: Any) -> bool:
     )
 
 
-_FITS: dict[str, Callable[[Any], bool]] = {  # what the fields of a state are
+_FITS: dict[str, Callable[[Any], bool]] = {  # checks of the fields of a state
     **dict.fromkeys(("size", "shares", "per_step"), lambda value: _is_whole(value, 1)),
     **dict.fromkeys(("epoch", "batch", "samples", "given"), _is_whole),
     "offset": lambda value: _is_whole(value, -math.inf),
@@ -431,7 +424,7 @@ def _deep_copy(value: Any) -> Any:
 
 
 _PLACE = ("epoch", "batch", "samples")
-_ABOUT = "about"  # the key of what tells loaders apart
+_ABOUT = "about"  # key of the description by which loaders are recognized
 
 
 @dataclass
@@ -455,7 +448,7 @@ class DataPositions:
     def __init__(self, states: Sequence[dict[str, Any]] = ()) -> None:
         """`states` are the `state_dicts` of the checkpoint."""
         self._slots = [_FeedSlot(state) for state in states]
-        self.current: DataPosition | None = None  # the one that was asked for last
+        self.current: DataPosition | None = None  # the one requested last
 
     def position_of(self, loader: Any, ranks: Ranks, replay: bool | None, on_difference: str) -> DataPosition:
         """The position of `loader`, restored from the checkpoint; other arguments as for `DataPosition`."""
@@ -520,5 +513,5 @@ def describe_data(loader: Any) -> list[Any]:
     dataset = getattr(loader, "dataset", None)
     try:
         return [type(dataset).__name__, len(dataset)]  # type: ignore[arg-type]  # asked for below
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError, AttributeError):
         return [type(dataset).__name__, None]

@@ -37,7 +37,10 @@ class SampleOrder:
         self._forget_items()
         for item in items:
             if self._is_known:
-                self._note_item(item)
+                try:
+                    self._ahead.append(repr(_plain_item(item)).encode())
+                except TypeError:
+                    self._is_known = False
             yield item
 
     def take(self, count: int) -> None:
@@ -54,12 +57,6 @@ class SampleOrder:
         self._ahead: deque[bytes] = deque()
         self._taken = blake2b(digest_size=8)
 
-    def _note_item(self, item: Any) -> None:
-        try:
-            self._ahead.append(repr(_plain_item(item)).encode())
-        except TypeError:
-            self._is_known = False
-
 
 def _plain_item(item: Any) -> Any:
     """The item as nested plain values. Raises TypeError for values other than numbers and strings."""
@@ -70,7 +67,7 @@ def _plain_item(item: Any) -> Any:
     return operator.index(item)
 
 
-_NUMBERS = {  # what an order of samples is made of, besides generators; other parts' seeds are the script's to say
+_NUMBERS = {  # counters and seeds that determine the sample order, besides generators
     "loader": ("iteration",), "sampler": ("epoch", "initial_seed", "seed"), "dataset": ("epoch",)
 }  # fmt: skip
 _DEEPEST = 16  # of wrappers around a data set or a sampler
@@ -163,9 +160,11 @@ def data_shares(loader: Any, size: int) -> int:
     if hasattr(loader, "slice_fn"):  # one that reads for all gives one batch to all of a mesh with tensor parallelism
         return 1 if getattr(loader, "submesh_tp", None) else size
     parts = [_sampler_at(holder, name) for holder, name in _sampler_places(loader)] + _nested_datasets(loader)
-    told = [getattr(part, name) for part in parts for name in ("num_processes", "num_replicas") if hasattr(part, name)]
-    is_whole = base_loader(loader) is not loader and is_map(loader)  # Accelerate cuts what is more than one share
-    return int(told[0]) if told else 1 if is_whole else size
+    counts = [getattr(part, n) for part in parts for n in ("num_processes", "num_replicas") if hasattr(part, n)]
+    if counts:
+        return int(counts[0])
+    is_whole = base_loader(loader) is not loader and is_map(loader)  # Accelerate shards only for several shares
+    return 1 if is_whole else size
 
 
 @dataclass(frozen=True)
@@ -177,16 +176,18 @@ class DataCut:
     """
 
     per_step: int  # items of the source that all ranks together take for one batch each
-    divisor: int  # into how many shares the source is divided: 1 when every rank's is of all items
-    unit: str  # what an item is, for people
-    sharing: str | None  # the order of the source; None where it is not known how ranks share it
+    divisor: int  # number of shares that the source is divided into; 1 if the source of every rank has all items
+    unit: str  # name of an item in messages
+    sharing: str | None  # the order of the source; None if the way that ranks share it is unknown
 
 
 def cut_of(loader: Any, shares: int) -> DataCut:
     """The cut into `shares` of the data; the number may differ from that of the `loader`."""
     size = getattr(base_loader(loader), "batch_size", None)
     if not is_map(loader):
-        known = shares == 1 or hasattr(loader, "slice_fn") or any(map(_deals_in_turn, _nested_datasets(loader)))
+        # Accelerate's and transformers' shards of a stream deal batches to ranks in turn.
+        shards = [part for part in _nested_datasets(loader) if hasattr(part, "num_processes") and _is_of_library(part)]
+        known = shares == 1 or hasattr(loader, "slice_fn") or bool(shards)
         whole = (size or 1) * (1 if getattr(loader, "split_batches", False) else shares)
         return DataCut(whole, 1, "samples" if size else "batches", "stream" if known else None)
     places, at = _sampler_places(loader), _source_place(loader)
@@ -216,19 +217,12 @@ def is_spent(loader: Any, shares: int, taken: int) -> bool:
 
 
 def _source_place(loader: Any) -> int:
-    """Which of the `_sampler_places` is the source."""
+    """The index of the source in `_sampler_places`: samplers before it yield all items of the next one, in order."""
     samplers = [_sampler_at(holder, name) for holder, name in _sampler_places(loader)]
-    return next((at for at, sampler in enumerate(samplers[:-1]) if not _cuts_in_order(sampler)), len(samplers) - 1)
-
-
-def _cuts_in_order(sampler: Any) -> bool:
-    """Whether a sampler yields all items of the one it wraps, in order."""
-    return _is_of_library(sampler) and not hasattr(sampler, "skip_batches")
-
-
-def _deals_in_turn(dataset: Any) -> bool:
-    """Whether it is Accelerate's or transformers' shard of a stream, which deals batches to ranks in turn."""
-    return hasattr(dataset, "num_processes") and _is_of_library(dataset)
+    for index, sampler in enumerate(samplers[:-1]):
+        if not _is_of_library(sampler) or hasattr(sampler, "skip_batches"):
+            return index
+    return len(samplers) - 1
 
 
 def _is_of_library(part: Any) -> bool:
@@ -358,8 +352,8 @@ class _SkippingSampler:
         self._is_new = True
 
     def __iter__(self) -> Iterator[Any]:
-        # At once, as the loader would: some samplers draw here, and some when the first item is asked for. Loaders
-        # with workers make two iterators and use the second.
+        # At once, as the loader does: some samplers draw here, others at the first item. Loaders with workers make two
+        # iterators and use the second.
         if self._moment is None or not self._is_new:
             return self._remaining_items(iter(self.plain), None)
         self._moment.put_back()
@@ -422,9 +416,8 @@ def skipping_items(
     """
     holder, name = _sampler_places(loader)[_source_place(loader) if inside else 0]
     plain = vars(holder)[name]
-    vars(holder)[name] = _SkippingSampler(
-        plain, keep, drop, moment, order
-    )  # loaders forbid to set it, for reasons that are not ours
+    # Not setattr: loaders forbid to set it after construction.
+    vars(holder)[name] = _SkippingSampler(plain, keep, drop, moment, order)
     try:
         yield
     finally:

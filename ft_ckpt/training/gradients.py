@@ -42,7 +42,8 @@ class StepWatch:
         if not self._hooks:
             return False
         optimizers = [optimizer for optimizer, _ in self._hooks.values()]
-        if any(not _is_taken(gradient) for optimizer in optimizers for gradient in _gradients_of(optimizer)):
+        gradients = (gradient for optimizer in optimizers for gradient in _gradients_of(optimizer))
+        if any(getattr(gradient, _TAKEN, None) != gradient._version for gradient in gradients):
             return True
         kept = (one for model in models() for one in wrappers.kept_gradients(unwrap(model)).values())
         return any(one.read() is not None for one in kept)
@@ -57,11 +58,6 @@ class StepWatch:
         self._has_stepped = True
         for gradient in _gradients_of(optimizer):
             setattr(gradient, _TAKEN, gradient._version)
-
-
-def drop_gradients(model: nn.Module) -> None:
-    """Set all gradients to None, as before the first backward."""
-    restore_gradients(model, {})
 
 
 def pending_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -80,7 +76,7 @@ def pending_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def restore_gradients(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Restore the gradients of `pending_gradients`; other parameters get None."""
+    """Restore the gradients of `pending_gradients`; other parameters get None, as before the first backward."""
     root = unwrap(model)
     whole = wrappers.kept_gradients(root)
     wrappers.drop_kept_gradients(root)
@@ -106,10 +102,6 @@ def _gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         for parameter in group["params"]:
             if parameter.grad is not None:
                 yield parameter.grad
-
-
-def _is_taken(gradient: Tensor) -> bool:
-    return bool(getattr(gradient, _TAKEN, None) == gradient._version)
 
 
 def _accumulated_gradients(root: nn.Module) -> Iterator[tuple[str, Tensor]]:

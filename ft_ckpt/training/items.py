@@ -237,6 +237,13 @@ def known_sources(models: Mapping[str, ModelTensors], items: Sequence[Item]) -> 
     return {**found, **again}
 
 
+def walk_run(model: nn.Module, items: Sequence[Item]) -> tuple[list[Item], dict[str, ModelTensors], dict[Key, Source]]:
+    """The items of a run with their extra state, `walk_models` and `known_sources` of them."""
+    models = walk_models(model, items)
+    extended = with_extra_state(model, items, models)
+    return extended, models, known_sources(models, extended)
+
+
 def model_sources(found: Mapping[Key, Source], item: str = "") -> dict[str, Source]:
     """The tensors of one model by their names in it."""
     return {name: source for (owner, name), source in found.items() if owner == item}

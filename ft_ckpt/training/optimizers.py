@@ -214,11 +214,11 @@ def _inner_optimizers(optimizer: Any) -> list[str]:
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
     held = {name: value.values() if isinstance(value, Mapping) else value for name, value in own.items()}
     held = {name: value if isinstance(value, (list, tuple, ValuesView)) else [value] for name, value in held.items()}
-    return [name for name, values in held.items() if any(_has_other_state(each, optimizer) for each in values)]
-
-
-def _has_other_state(value: Any, optimizer: Any) -> bool:
-    return isinstance(value, torch.optim.Optimizer) and value.state is not optimizer.state
+    return [
+        name
+        for name, values in held.items()
+        if any(isinstance(one, torch.optim.Optimizer) and one.state is not optimizer.state for one in values)
+    ]
 
 
 def state_tensors(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
@@ -229,7 +229,7 @@ def state_tensors(optimizer: Any, description: Description, found: Mapping[str, 
     sources, missing = {}, []
     for name, entries in description["state"].items():
         for key, entry in entries.items():
-            if _is_tensor(entry):
+            if "dtype" in entry:
                 state = optimizer.state.get(parameter_of(found[name]), {})
                 missing += [f"{name}: {key}"] if key not in state and _has_part(found[name], entry) else []
                 sources[f"{name}/{key}"] = _entry_source(found[name], key, entry, state.get(key))
@@ -281,13 +281,16 @@ def restore(
         parameter = parameter_of(found[name])
         state = fresh.setdefault(parameter, {})
         for key, entry in entries.items():
-            if not _is_tensor(entry):
+            if "dtype" not in entry:
                 state[key] = decode_value(entry["value"])
                 continue
             if key not in state:
                 state[key] = _empty_state_tensor(entry, parameter, found[name])
             fill(_entry_source(found[name], key, entry, state[key]))
-    beside = _restore_other_state(description["beside"]) if "beside" in description else {}
+    beside: dict[Any, Any] = {}
+    if "beside" in description:
+        beside, device = pytree.load_object(description["beside"]["text"]), description["beside"]["device"]
+        beside = tree_map_only(Tensor, lambda tensor: tensor.to(device), beside)
     optimizer.state.clear()
     optimizer.state.update({**fresh, **beside})
     for name, dtype in description.get("masters", {}).items():  # of ZeRO: more exact than the half-precision weights
@@ -361,11 +364,6 @@ def _describe_other_state(state: dict[Any, Any]) -> Description:
     return {"text": pytree.dump_object(state, "state"), "device": devices[0] if devices else "cpu"}
 
 
-def _restore_other_state(described: Description) -> dict[Any, Any]:
-    state: dict[Any, Any] = pytree.load_object(described["text"])
-    return tree_map_only(Tensor, lambda tensor: tensor.to(described["device"]), state)  # type: ignore[no-any-return]
-
-
 def _state_entry(value: Any, parameter: Any, owner: Source) -> Any:
     """Global shape, dtype and device of a tensor, or {"value": plain value}; None for anything else."""
     if isinstance(value, Tensor):
@@ -382,10 +380,6 @@ def _state_entry(value: Any, parameter: Any, owner: Source) -> Any:
 def _has_shape_of(entry: Any, owner: Source) -> bool:
     """Whether a state tensor has the shape of its parameter, and not one number for all of it."""
     return bool(entry["shape"]) and tuple(entry["shape"]) == owner.shape
-
-
-def _is_tensor(entry: Any) -> bool:
-    return "dtype" in entry
 
 
 def _state_problem(value: Any, source: Source, parameter: Any) -> str | None:

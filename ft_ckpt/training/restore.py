@@ -128,15 +128,13 @@ def restore_weights(found: Mapping[Key, Source], point: ResumePoint, fill_all: F
         places = reversed(by_key.values())
         return [WantedTensor(source, source.local, stored.file_of(part, name), name) for source, part, name in places]
 
-    missing = [name for name, source in known.items() if name not in weights and not _is_elsewhere(source, stored)]
-    if missing:
+    # Added state is stored as an item; the checkpoint of an adapter leaves frozen parameters to the base.
+    required = (n for n, s in known.items() if not s.is_added)
+    if stored.is_adapter:
+        required = (n for n in required if known[n].trainable or not known[n].is_parameter)
+    if missing := [name for name in required if name not in weights]:
         return Restored("weights", "failed", f"{listing(missing, ', ')}: in the model, not in the checkpoint")
     return _try_restore("weights", lambda: fill_all("weights", wanted_tensors))
-
-
-def _is_elsewhere(source: Source, stored: StoredTensors) -> bool:
-    """Whether the checkpoint stores a tensor outside its weights, or an adapter's checkpoint leaves it to the base."""
-    return source.is_added or (stored.is_adapter and source.is_parameter and not source.trainable)
 
 
 def find_misfits(live: LiveRun, point: ResumePoint) -> list[Restored]:

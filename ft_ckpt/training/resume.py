@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 from ft_ckpt.distributed.fill import Filler, choose_filler
 from ft_ckpt.distributed.ranks import Ranks
@@ -15,10 +14,8 @@ from ft_ckpt.training.choose import Wanted, choose_checkpoint
 from ft_ckpt.training.items import (
     Item,
     items_in_saved_order,
-    known_sources,
     run_items,
-    walk_models,
-    with_extra_state,
+    walk_run,
     zero_optimizers,
 )
 from ft_ckpt.training.restore import (
@@ -96,10 +93,15 @@ def _restore_on_rank(
 ) -> tuple[RestoreReport, tuple[str, ...]]:
     """Restore this rank's part of the run: its report, and the damage found in files. Collective."""
     held = point.checkpoint
-    live = _live_run(run, point, ranks)
+    items = items_in_saved_order(run.accelerator, run.registered, point.document.get("signatures", {}))
+    items, _, found = walk_run(run.model, items)
+    live = LiveRun(run.accelerator, run.model, items, found, ranks)
     point, items, judged, notes = fit_point(point, live)
     live = replace(live, items=items)
-    trees, compared = _compare_with_run(run, live, point)
+    trees, problems = read_rank_state(point.document, point.tensors, ranks)
+    attribute = run.config.attribute
+    compared = [*problems, *find_misfits(live, point)]
+    compared += [*compare_adapters(live, attribute, point), *compare_base(live, attribute, point)]
     misfits = [*judged, *(outcome for outcome in compared if outcome.status != "restored")]
     agreed, _ = agree_on_outcomes(ranks, "checking the state of resume()", misfits)
     if allowed is not None:
@@ -125,8 +127,7 @@ def _restore_on_rank(
     outcomes += restore_items([item for item in live.items if item.kind == "object"], live, point, fill_all)
     with damaged_input(f"{held.location}: its training state"):
         replicas, lost = restore_replicas(live, point)
-        on_rank = run.on_rank(live.items)
-        run.feeds, more_notes, of_rank = restore_rank_state(on_rank, point.document, point.tensors, ranks, trees)
+        more_notes, of_rank = restore_rank_state(run, point.document, point.tensors, ranks, trees)
         run.restore_progress(point.document, held.origin)
     served = [f"rank(s) {point.served} do not see the checkpoint: rank 0 has read it for them"] if point.served else []
     differences = (
@@ -136,21 +137,6 @@ def _restore_on_rank(
     )
     outcomes = [*misfits, *outcomes, *replicas, *of_rank]
     return RestoreReport(held.location, tuple(outcomes), differences, (*notes, *more_notes, *served), held.requests), ()
-
-
-def _live_run(run: TrainingRun, point: ResumePoint, ranks: Ranks) -> LiveRun:
-    items = items_in_saved_order(run.accelerator, run.registered, point.document.get("signatures", {}))
-    models = walk_models(run.model, items)
-    items = with_extra_state(run.model, items, models)
-    return LiveRun(run.accelerator, run.model, items, known_sources(models, items), ranks)
-
-
-def _compare_with_run(run: TrainingRun, live: LiveRun, point: ResumePoint) -> tuple[dict[str, Any], list[Restored]]:
-    """This rank's own trees, as read, and what cannot be restored, or needs not to be. Overwrites nothing."""
-    trees, problems = read_rank_state(point.document, point.tensors, live.ranks)
-    attribute = run.config.attribute
-    compared = [*find_misfits(live, point), *compare_adapters(live, attribute, point)]
-    return trees, [*problems, *compared, *compare_base(live, attribute, point)]
 
 
 def _restore_tensors(live: LiveRun, point: ResumePoint, fill_all: Filler, with_weights: bool) -> list[Restored]:

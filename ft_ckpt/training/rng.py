@@ -19,9 +19,9 @@ from ft_ckpt.errors import CorruptError
 
 State = dict[str, Any]
 _GLOBAL = {"python": "python", "numpy": "numpy legacy", "torch": "torch"}  # names of states, and kinds of generators
-_NUMPY_WORDS = 624  # of the Mersenne Twister; NumPy reads beyond them from a place that is behind them
-KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)  # what `state_of` knows
-_BAD = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)  # what setters raise
+_NUMPY_WORDS = 624  # of the Mersenne Twister; NumPy reads out of bounds from a larger position
+KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)  # supported by `state_of`
+_BAD = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)  # raised by setters
 
 
 def capture_generators() -> State:
@@ -41,10 +41,10 @@ def capture_generators() -> State:
 
 
 def restore_generators(state: Mapping[str, Any]) -> list[str]:
-    """Put all generators into `state`, which `capture_generators` made; what could not be restored, a sentence each.
+    """Set all generators to `state`, made by `capture_generators`; return a sentence for each that failed.
 
-    One that fails leaves its generator as it was and does not keep the others from being restored. What is in the
-    state for an accelerator that is not here, and one in use here of which the state knows nothing, are named too.
+    A generator that fails keeps its state, and the others are restored. Accelerators that are only in the state, or
+    only in use in this process, are named too.
     """
     problems = []
     for name, put in _PUTTERS.items():
@@ -61,9 +61,9 @@ def _unknown_devices(state: Mapping[str, Any], here: Collection[str]) -> list[st
 
 
 def generator_problems(state: Any) -> list[str]:
-    """What `restore_generators` could not restore, a sentence each, found on generators of their own.
+    """A sentence for each state that `restore_generators` could not restore, tried on new generators.
 
-    States of accelerators are not tried: they are restored on those.
+    States of accelerators are not tried.
     """
     if not isinstance(state, Mapping):
         return [f"{reprlib.repr(state)}, expected the states of generators"]
@@ -91,9 +91,9 @@ def state_of(generator: Any) -> State | None:
 
 
 def generator_in(state: Mapping[str, Any], generator: Any = None) -> Any:
-    """`generator` put into `state`, which `state_of` made; a new one where it is None or of another kind.
+    """`generator` set to `state`, made by `state_of`; a new generator if it is None or of another kind.
 
-    Raises CorruptError for a state that is none.
+    Raises CorruptError for an invalid state.
     """
     try:
         kind, inner = state["kind"], state["state"]
@@ -123,13 +123,13 @@ def _try_put(name: str, put: Callable[[Any], str | None], state: Mapping[str, An
 
 
 def python_state(state: tuple[Any, ...]) -> State:
-    """What `random.getstate` returns, as plain values and an array."""
+    """The result of `random.getstate` as plain values and an array."""
     version, words, gauss = state
     return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
 
 
 def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What `random.setstate` takes. Raises CorruptError for values of other types, which that would convert."""
+    """The argument of `random.setstate`. Raises CorruptError for values of other types, which it would convert."""
     words, gauss = tuple(int(word) for word in state["words"]), state["gauss"]
     if type(state["version"]) is not int or type(gauss) not in (float, type(None)):
         raise CorruptError(f"version {state['version']!r:.40}, gauss {gauss!r:.40}")
@@ -137,7 +137,7 @@ def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _numpy_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What `set_state` of NumPy's legacy generators takes. Raises CorruptError for values that it would not check."""
+    """The argument of `set_state` of NumPy's legacy generators. Raises CorruptError for values it does not check."""
     at = state["state"]["pos"] if state["bit_generator"] == "MT19937" else 0
     kinds = type(at), type(state["has_gauss"]), type(state["gauss"])
     if kinds != (int, int, float) or not 0 <= at <= _NUMPY_WORDS:
@@ -149,7 +149,7 @@ def _put_python(state: Mapping[str, Any]) -> None:
     before = random.getstate()
     try:
         random.setstate(_python_tuple(state))
-    except _BAD:  # it sets half of the state before it looks at the rest
+    except _BAD:  # it sets half of the state before it checks the rest
         random.setstate(before)
         raise
 
@@ -163,16 +163,16 @@ def _put_numpy(state: Mapping[str, Any]) -> None:
         raise
 
 
-def _put_torch(state: Any) -> None:
-    torch.set_rng_state(_byte_tensor(state))
-
-
-_PUTTERS: dict[str, Callable[[Any], str | None]] = {"python": _put_python, "numpy": _put_numpy, "torch": _put_torch}
+_PUTTERS: dict[str, Callable[[Any], str | None]] = {
+    "python": _put_python,
+    "numpy": _put_numpy,
+    "torch": lambda state: torch.set_rng_state(_byte_tensor(state)),
+}
 
 
 def _put_devices(kind: str, indices: list[tuple[int, ...]]) -> Callable[[Any], str | None]:
     def put_states(states: Any) -> str | None:
-        if isinstance(states, Mapping):  # by the numbers of devices, all of which the saved process saw
+        if isinstance(states, Mapping):  # by device number: the saved process saw all of them
             here = [str(*index or (torch.accelerator.current_device_index(),)) for index in indices]
             states = [states[number] for number in here if number in states]
         for saved, index in zip(states, indices, strict=False):
@@ -185,7 +185,7 @@ def _put_devices(kind: str, indices: list[tuple[int, ...]]) -> Callable[[Any], s
 
 
 def _byte_tensor(state: Any) -> torch.Tensor:
-    # A plain copy: what was read lazily from a file, or mapped, is not what generators take.
+    # A plain copy: generators take neither lazily read nor mapped tensors.
     return torch.as_tensor(state, dtype=torch.uint8).clone()
 
 
@@ -197,9 +197,10 @@ def _device_indices(wake: bool = False) -> dict[str, list[tuple[int, ...]]]:
     module = torch.get_device_module(device)
     if not wake and not getattr(module, "is_initialized", lambda: True)():
         return {}
-    count = torch.accelerator.device_count()
-    # One device is asked for without a number: not every kind of device takes one (mps).
-    return {device.type: [(index,) for index in range(count)] if count > 1 and not _shares_machine() else [()]}
+    count, distributed = torch.accelerator.device_count(), torch.distributed
+    shares_machine = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    # One device is named without a number: not every kind of device takes one (mps).
+    return {device.type: [(index,) for index in range(count)] if count > 1 and not shares_machine else [()]}
 
 
 # A file names the kind, and no kind but these is made.
@@ -210,8 +211,3 @@ _MAKERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "numpy legacy": lambda state: np.random.RandomState(),
     "python": lambda state: random.Random(),  # noqa: S311  # not a secret
 }
-
-
-def _shares_machine() -> bool:
-    distributed = torch.distributed
-    return bool(distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)

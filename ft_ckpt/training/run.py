@@ -4,7 +4,7 @@ import random
 import reprlib
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,57 +31,44 @@ from ft_ckpt.schedule import Every
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.store import Store
 from ft_ckpt.training import gradients as accumulation
-from ft_ckpt.training import rng, state, zero_optimizer
-from ft_ckpt.training import state as capturing
-from ft_ckpt.training.data_position import DataPositions, check_position
+from ft_ckpt.training import rng, zero_optimizer
+from ft_ckpt.training.data_position import DataPositions, check_position, describe_data
 from ft_ckpt.training.gradients import StepWatch
 from ft_ckpt.training.items import (
     Item,
     Key,
-    known_sources,
     main_model,
     object_signatures,
     plain_optimizers,
     refuse_unsaveable,
     run_items,
-    walk_models,
-    with_extra_state,
+    walk_run,
     zero_optimizers,
 )
 from ft_ckpt.training.restore import Restored, RestoreReport, Unread
-from ft_ckpt.training.state import Captured, Document, Objects, StoredTensors, tree_of_rank
+from ft_ckpt.training.state import Captured, Document, StoredTensors, capture_run, local_state, tree_of_rank
 from ft_ckpt.training.triggers import ClockPoll
 
 _GRADIENTS, _RANDOM, _FEED, _STEPS, _SYNC = "gradients", "rng", "loader", "accumulation", "sync"
 
 
-@dataclass(frozen=True, eq=False)
-class OnRank:
-    """The objects whose state each rank stores for itself; `items` are all of the run."""
-
-    accelerator: Any
-    models: Mapping[str, nn.Module]
-    feeds: DataPositions
-    steps: StepWatch
-    items: Sequence[Item]
-
-    @property
-    def is_synced(self) -> bool:
-        """Whether Accelerate, if it counts micro-batches, is between steps."""
-        return bool(getattr(self.accelerator, "sync_gradients", True))
-
-
-def capture_rank_state(of: OnRank) -> dict[str, Any]:
+def capture_rank_state(run: "TrainingRun", items: Sequence[Item]) -> dict[str, Any]:
     """The state of this rank, as trees by name. Raises SelectionError if pending gradients cannot be read."""
+    accelerator, models, is_synced = run.accelerator, run.models_by_item(), _is_synced(run.accelerator)
     own: dict[str, Any] = {_RANDOM: rng.capture_generators()}
-    own |= {f"{_FEED}-{index}": state for index, state in enumerate(of.feeds.state_dicts())}
-    if hasattr(of.accelerator, "step"):
-        own[_STEPS], own[_SYNC] = int(of.accelerator.step), of.is_synced
-    if not of.is_synced and any(zero_optimizer.is_accumulating(optimizer) for optimizer in zero_optimizers(of.items)):
+    own |= {f"{_FEED}-{index}": state for index, state in enumerate(run.feeds.state_dicts())}
+    if hasattr(accelerator, "step"):
+        own[_STEPS], own[_SYNC] = int(accelerator.step), is_synced
+    if not is_synced and any(zero_optimizer.is_accumulating(optimizer) for optimizer in zero_optimizers(items)):
         raise SelectionError("gradients: DeepSpeed keeps them to itself; save when the optimizer has stepped")
-    if not of.is_synced or of.steps.is_pending(of.models.values):
-        own[_GRADIENTS] = {name: accumulation.pending_gradients(model) for name, model in of.models.items()}
+    if not is_synced or run.steps.is_pending(models.values):
+        own[_GRADIENTS] = {name: accumulation.pending_gradients(model) for name, model in models.items()}
     return own
+
+
+def _is_synced(accelerator: Any) -> bool:
+    """Whether Accelerate, if it counts micro-batches, is between steps."""
+    return bool(getattr(accelerator, "sync_gradients", True))
 
 
 def read_rank_state(document: Document, stored: StoredTensors, ranks: Ranks) -> tuple[dict[str, Any], list[Restored]]:
@@ -127,9 +114,9 @@ def _tree_problems(name: str, tree: Any) -> list[str]:
 
 
 def restore_rank_state(
-    to: OnRank, document: Document, stored: StoredTensors, ranks: Ranks, trees: Mapping[str, Any]
-) -> tuple[DataPositions, tuple[str, ...], list[Restored]]:
-    """Restore what `read_rank_state` has read. Returns the data positions, notes, and outcomes.
+    run: "TrainingRun", document: Document, stored: StoredTensors, ranks: Ranks, trees: Mapping[str, Any]
+) -> tuple[list[str], list[Restored]]:
+    """Restore the trees of `read_rank_state` and the pending gradients. Returns notes and outcomes.
 
     Random numbers come last, because anything before may draw some. Gradients that the checkpoint lacks are dropped.
     """
@@ -138,15 +125,15 @@ def restore_rank_state(
     feeds = DataPositions([trees[name] for index in range(len(trees)) if (name := f"{_FEED}-{index}") in trees])
     if f"{_FEED}-0" in trees:
         outcomes.append(Restored("data", "restored"))
-    if _STEPS in trees and to.accelerator is not None:
-        to.accelerator.step = trees[_STEPS]
-        to.accelerator.gradient_state._set_sync_gradients(trees.get(_SYNC, _GRADIENTS not in own))
-    for model in to.models.values():
-        accumulation.drop_gradients(model)
+    if _STEPS in trees and run.accelerator is not None:
+        run.accelerator.step = trees[_STEPS]
+        run.accelerator.gradient_state._set_sync_gradients(trees.get(_SYNC, _GRADIENTS not in own))
+    models = run.models_by_item()
+    for model in models.values():
+        accumulation.restore_gradients(model, {})
     if any(_GRADIENTS in names for names in document["ranks"]):
-        outcomes.append(
-            _put_back_gradients(to.models, tree_of_rank(document, stored, ranks.rank, _GRADIENTS), saved, ranks)
-        )
+        gradients = tree_of_rank(document, stored, ranks.rank, _GRADIENTS)
+        outcomes.append(_restore_gradients(models, gradients, saved, ranks))
     problems = rng.restore_generators(trees[_RANDOM])
     outcomes.append(Restored(_RANDOM, "failed" if problems else "restored", "; ".join(problems)))
     if saved != ranks.size:
@@ -156,10 +143,11 @@ def restore_rank_state(
         )
     if ranks.rank >= saved:
         _reseed_new_rank(ranks.rank)
-    return feeds, tuple(notes), outcomes
+    run.feeds = feeds
+    return notes, outcomes
 
 
-def _put_back_gradients(models: Mapping[str, nn.Module], gradients: Any, saved: int, ranks: Ranks) -> Restored:
+def _restore_gradients(models: Mapping[str, nn.Module], gradients: Any, saved: int, ranks: Ranks) -> Restored:
     if saved != ranks.size or gradients is None:
         detail = f"saved in the middle of gradient accumulation by {saved} rank(s), resumed on {ranks.size}"
         return Restored(_GRADIENTS, "failed", detail)
@@ -200,36 +188,7 @@ class Progress:
     """The outcome of the resume; without items when the run began afresh."""
 
 
-Fingerprint = dict[str, Any]
-
-
-def run_fingerprint(
-    model: nn.Module,
-    found: Collection[Source],
-    objects: Mapping[str, Any],
-    loaders: Sequence[Any],
-    accelerator: Any,
-    world_size: int,
-    versions: Mapping[str, str],
-) -> Fingerprint:
-    """Settings of this run that a resume compares, as plain values by name; `objects` are compared by their class."""
-    facts: Fingerprint = {
-        "world size": world_size,
-        "engine": engine_names(found),
-        "model": user_class(type(unwrap(model))).__name__,
-        "parameters": sum(one.numel for one in {s.key: s for s in found}.values()),
-        "gradient accumulation": getattr(accelerator, "gradient_accumulation_steps", None),
-        "mixed precision": getattr(accelerator, "mixed_precision", None),
-    }
-    for name, value in objects.items():
-        facts[name] = type(_unwrap_accelerate(value)).__name__
-    for index, loader in enumerate(loaders):
-        facts |= {f"loader {index}: {name}": value for name, value in _loader_settings(loader).items()}
-    facts |= {f"version of {name}": version for name, version in versions.items()}
-    return {name: value for name, value in facts.items() if value is not None}
-
-
-def fingerprint_differences(saved: Fingerprint, now: Fingerprint) -> tuple[str, ...]:
+def fingerprint_differences(saved: Document, now: Document) -> tuple[str, ...]:
     """A sentence for each setting that both have and that differs."""
     return tuple(
         f"{name}: {saved[name]!r} when it was saved, {now[name]!r} now"
@@ -243,18 +202,6 @@ def _unwrap_accelerate(value: Any) -> Any:
         if type(value).__module__.startswith("accelerate.") and hasattr(value, attribute):
             return _unwrap_accelerate(getattr(value, attribute))
     return value
-
-
-def _loader_settings(loader: Any) -> dict[str, Any]:
-    batch = getattr(loader, "total_batch_size", None) or getattr(loader, "batch_size", None)
-    return {"batch size": batch, "samples": _count_samples(getattr(loader, "dataset", None))}
-
-
-def _count_samples(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError, AttributeError):
-        return None
 
 
 class TrainingRun:
@@ -318,21 +265,18 @@ class TrainingRun:
             return
         if not getattr(self.accelerator, "_models", None) and "model" not in self.registered:
             return  # a model passed later is checked then
-        items = run_items(self.accelerator, self.registered)
-        models = walk_models(self.model, items)
-        items = with_extra_state(self.model, items, models)
-        found = known_sources(models, items)
+        items, _, found = walk_run(self.model, run_items(self.accelerator, self.registered))
         object_signatures(self.accelerator, self.registered, lambda: found)
-        state.local_state(items, found, {})
+        local_state(items, found, {})
 
     def capture_state(self, ranks: Ranks, versions: Mapping[str, str]) -> Captured:
         """Capture the state of the whole run, and the sources of its models. Collective. Moves nothing."""
 
-        def current_objects() -> Objects:
+        def current_objects() -> tuple[nn.Module, list[Item], dict[str, Any]]:
             items = self._watch_steps()
-            return Objects(self.model, items, capture_rank_state(self.on_rank(items)))
+            return self.model, items, capture_rank_state(self, items)
 
-        captured = capturing.capture_run(current_objects, ranks)
+        captured = capture_run(current_objects, ranks)
         signed = object_signatures(self.accelerator, self.registered, lambda: captured.found)
         captured.document.update(
             {
@@ -402,7 +346,7 @@ class TrainingRun:
         """Whether the batch just done completed a step. Raises LoadError for a half-restored run."""
         self.refuse_half_restored()
         self._watch_steps()
-        self._is_unfinished = self.steps.is_unfinished(lambda: self._models_by_item().values())
+        self._is_unfinished = self.steps.is_unfinished(lambda: self.models_by_item().values())
         return self.is_between_steps
 
     def note_step(self, step: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
@@ -434,12 +378,7 @@ class TrainingRun:
     @property
     def is_between_steps(self) -> bool:
         """Whether the optimizer had used all gradients at the end of the last batch."""
-        return bool(getattr(self.accelerator, "sync_gradients", True)) and not self._is_unfinished
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether the run has stepped or was resumed: saves made now belong to it."""
-        return self.has_begun or self.resumed_from is not None
+        return _is_synced(self.accelerator) and not self._is_unfinished
 
     @property
     def lacks_save(self) -> bool:
@@ -469,7 +408,7 @@ class TrainingRun:
 
     def facts_of_save(self, step: int | None, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Step, metrics and run id for a save of weights; `step` and `metrics` override those of the run."""
-        if not self.is_under_way:
+        if not self.has_begun and self.resumed_from is None:
             return {"step": step, "metrics": dict(metrics)}
         step = self.step if step is None else step
         known = self.last_metrics if step == self.step else {}
@@ -486,14 +425,10 @@ class TrainingRun:
         self.steps.watch_optimizers(plain_optimizers(items))
         return items
 
-    def _models_by_item(self) -> dict[str, nn.Module]:
+    def models_by_item(self) -> dict[str, nn.Module]:
         """The models of the run by item, "" for the one whose weights are saved."""
         items = run_items(self.accelerator, self.registered)
         return {"": self.model, **{item.name: item.value for item in items if item.kind == "model"}}
-
-    def on_rank(self, items: Sequence[Item]) -> OnRank:
-        """The objects of this rank whose state each rank stores for itself."""
-        return OnRank(self.accelerator, self._models_by_item(), self.feeds, self.steps, items)
 
     def _epochs_done(self) -> int:
         """Completed passes over the data, rounded down to multiples of `every.epochs`."""
@@ -501,9 +436,23 @@ class TrainingRun:
         return epochs * self.feeds.passes_done(epochs)
 
     def current_fingerprint(self, found: Mapping[Key, Source], ranks: Ranks, versions: Mapping[str, str]) -> Document:
-        """The `run_fingerprint` of the run as it is now; `found` are the tensors of its models."""
-        items = run_items(self.accelerator, self.registered)
-        objects = {item.name: item.value for item in items}
+        """Settings of the run that a resume compares, as plain values by name; objects are compared by their class.
+
+        `found` are the tensors of its models.
+        """
+        facts: Document = {
+            "world size": ranks.size,
+            "engine": engine_names(found.values()),
+            "model": user_class(type(unwrap(self.model))).__name__,
+            "parameters": sum(one.numel for one in {s.key: s for s in found.values()}.values()),
+            "gradient accumulation": getattr(self.accelerator, "gradient_accumulation_steps", None),
+            "mixed precision": getattr(self.accelerator, "mixed_precision", None),
+        }
+        for item in run_items(self.accelerator, self.registered):
+            facts[item.name] = type(_unwrap_accelerate(item.value)).__name__
         prepared = list(getattr(self.accelerator, "_dataloaders", ()))
-        loaders = prepared or [feed.loader for feed in self.feeds.known_positions]
-        return run_fingerprint(self.model, found.values(), objects, loaders, self.accelerator, ranks.size, versions)
+        for index, loader in enumerate(prepared or [feed.loader for feed in self.feeds.known_positions]):
+            size = getattr(loader, "total_batch_size", None) or getattr(loader, "batch_size", None)
+            facts |= {f"loader {index}: batch size": size, f"loader {index}: samples": describe_data(loader)[1]}
+        facts |= {f"version of {name}": version for name, version in versions.items()}
+        return {name: value for name, value in facts.items() if value is not None}

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 DUPLICATE_SECONDS = 1.0
-_LOADERS = "torch.utils.data._utils.signal_handling"  # where a loader hears that a worker of its own has ended
+_LOADERS = "torch.utils.data._utils.signal_handling"  # module of the SIGCHLD handler that raises for ended workers
 _watches: "weakref.WeakSet[SignalWatch]" = weakref.WeakSet()
 
 
@@ -34,15 +34,14 @@ def exit_code(name: str, chosen: int | None = None) -> int:
 
 
 class SignalWatch:
-    """Remembers, in `received`, the name of the first of some signals to arrive; `close` puts things back.
+    """Records the name of the first signal to arrive in `received`; `close` restores the previous handlers.
 
-    Duplicates within a second are ignored, since launchers pass on what the scheduler has sent to everyone already.
-    After that second the signals have their default effect: any of them ends the process at once, even one that
-    hangs in a collective. A committed checkpoint loses nothing by it, and one being written is as if never begun.
+    Duplicates within a second are ignored, because launchers forward signals that the scheduler has sent to all
+    processes already. After that second the signals have their default effect: any of them ends the process at once,
+    even one that hangs in a collective. A committed checkpoint is not affected; one being written is not committed.
 
-    Signals that the process was told to ignore (`nohup`, shell background jobs) stay ignored. Child processes made
-    by forking get the previous handlers. Python lets only the main thread handle signals: elsewhere, nothing is
-    watched and `note` says so.
+    Ignored signals (`nohup`, shell background jobs) stay ignored. Forked child processes get the previous handlers.
+    Python lets only the main thread handle signals: in another thread nothing is watched, and `note` says so.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -63,7 +62,7 @@ class SignalWatch:
 
     def close(self) -> None:
         """Restore the previous handlers, unless others were set since. May be called twice."""
-        if threading.current_thread() is threading.main_thread():  # from elsewhere they cannot be changed, and go on
+        if threading.current_thread() is threading.main_thread():  # other threads cannot change handlers
             with self._lock:
                 self._restore_handlers()
 
@@ -87,21 +86,21 @@ class SignalWatch:
     def _let_workers_end(self) -> None:
         """Let the current step finish although the same signal has ended the workers of its loader.
 
-        Schedulers send signals to all processes of a job, and torch raises an error wherever it hears of such an end.
+        Schedulers send signals to all processes of a job, and torch raises an error when a worker has ended.
         """
-        heard = signal.getsignal(signal.SIGCHLD)
-        if getattr(heard, "__module__", None) == _LOADERS:
-            self._previous[signal.SIGCHLD] = heard
+        handler = signal.getsignal(signal.SIGCHLD)
+        if getattr(handler, "__module__", None) == _LOADERS:
+            self._previous[signal.SIGCHLD] = handler
             signal.signal(signal.SIGCHLD, self._pass_over)
 
     def _pass_over(self, number: int, frame: FrameType | None) -> None:
-        """Ignore the signal."""
+        pass
 
     def _let_kill(self, after_seconds: float) -> None:
-        """Restore the system's handling of the signals, which acts even while the main thread runs no Python.
+        """Restore the system's default handling, which acts even while the main thread runs no Python.
 
-        Through C, as Python would only let the main thread do it; Python's own record still says the handler is
-        ours, so `close` restores the one before.
+        Through C, because Python allows it in the main thread only; for Python the handler is still ours, so that
+        `close` restores the previous one.
         """
         time.sleep(after_seconds)
         with self._lock:

@@ -47,21 +47,19 @@ from ft_ckpt.formats.tensor_file import ListedFile
 from ft_ckpt.model.entries import Entry, Part, unchanged_entry
 from ft_ckpt.schedule import begin_history
 from ft_ckpt.storage.frozen_view import ListedStore
-from ft_ckpt.storage.proofs import FileProof, share_proofs
+from ft_ckpt.storage.proofs import FileProof
 from ft_ckpt.storage.store import Store
 from ft_ckpt.training.items import (
     Item,
     Key,
     check_same_items,
-    known_sources,
     labelled_sources,
     model_sources,
     name_differing_tensors,
     optimizer_of,
     optimizers_among,
     tied_names,
-    walk_models,
-    with_extra_state,
+    walk_run,
 )
 from ft_ckpt.training.optimizers import Description
 
@@ -172,24 +170,20 @@ def local_state(
     return LocalState(facts, leaves)
 
 
-@dataclass(frozen=True, eq=False)
-class EveryState:
-    """The facts of all ranks' state: the same on every rank, except that only rank 0 has the trees."""
-
-    items: Document  # facts by item: of an optimizer merged from all ranks, of an object rank 0's
-    trees: Sequence[Document]  # each rank's own trees, in rank order
-    is_alike: bool = True  # whether all ranks describe their optimizers equally
-
-
-def exchange_facts(local: LocalState, objects: Sequence[Item], ranks: Ranks, found: Iterable[Key]) -> EveryState:
+def exchange_facts(
+    local: LocalState, objects: Sequence[Item], ranks: Ranks, found: Iterable[Key]
+) -> tuple[Document, Sequence[Document]]:
     """Exchange the facts of all ranks, which have all the tensors `found`. Collective.
+
+    Returns facts by item (of an optimizer merged from all ranks, of an object rank 0's) and each rank's own trees in
+    rank order: the same on every rank, except that only rank 0 has the trees.
 
     Digests go first; facts are sent only if ranks differ, as under FSDP1, where a rank has no facts of parameters that
     it holds no part of. Of a rank's own trees, rank 0 gets all, other ranks only shapes and dtypes.
     """
     items, own = local.facts["items"], local.facts["own"]
     if ranks.size == 1:
-        return EveryState(items, [own])
+        return items, [own]
     digests = {name: xxhash.xxh3_128_hexdigest(repr(fact).encode()) for name, fact in items.items()}
     labels = [f"{item}: {name}" if item else name for item, name in found]
     names = xxhash.xxh3_128_hexdigest(repr(labels).encode())
@@ -200,15 +194,14 @@ def exchange_facts(local: LocalState, objects: Sequence[Item], ranks: Ranks, fou
     trees = [value["own"] for value in agreed.values] or values_of_runs(agreed.told["own"])
     differing = agreed.told["differing"]
     if not differing:
-        return EveryState(items, trees)
+        return items, trees
     facts = {name: items.get(name) for name in differing}
     agreed = ranks.agree("the state of save_state()", facts, decide=_merge_facts)
     further = [_unlike_leader(value, agreed.values[0]) for value in agreed.values]
     together = [{**one, **more} for one, more in zip(trees, further or values_of_runs(agreed.told["own"]), strict=True)]
-    told = agreed.told["items"]
-    is_alike = not any("optimizer" in fact for fact in told.values())
-    own_trees = {name: items[name] for name, fact in told.items() if ranks.leads and "leaves" in fact}
-    return EveryState({**items, **told, **own_trees}, together, is_alike)
+    merged = agreed.told["items"]
+    own_trees = {name: items[name] for name, fact in merged.items() if ranks.leads and "leaves" in fact}
+    return {**items, **merged, **own_trees}, together
 
 
 def looks_of_trees(trees: Iterable[Document]) -> Document:
@@ -241,24 +234,28 @@ def _unlike_leader(facts: Mapping[str, Any], first: Mapping[str, Any]) -> Docume
 
 
 def assemble_state(
-    local: LocalState, every: EveryState, items: Sequence[Item], found: Mapping[Key, Source], rank: int
+    local: LocalState,
+    facts: Document,
+    trees: Sequence[Document],
+    items: Sequence[Item],
+    found: Mapping[Key, Source],
+    rank: int,
 ) -> TrainingState:
-    """The state of all ranks: the same entries on all ranks, the document on rank 0."""
+    """The state of all ranks from their exchanged facts: the same entries on all ranks, the document on rank 0."""
     entries: list[Entry] = []
     for item in items:
-        entries += _item_entries(item, local, every.items[item.name], found, rank)
-    for number, trees in enumerate(every.trees):
-        for name, fact in trees.items():
-            mine = local.leaves[name] if number == rank else None
-            entries += _own_entries(f"rank-{number}/{name}", number, fact["leaves"], mine)
-    return TrainingState(tuple(entries), build_document(every, items))
-
-
-def build_document(every: EveryState, items: Sequence[Item]) -> Document:
-    """The state without tensors; trees on rank 0 only."""
-    about = {item.name: _describe_item(item, every.items[item.name]) for item in items}
-    ranks = [{name: _summarize_tree(fact) for name, fact in trees.items()} for trees in every.trees]
-    return {"version": DOCUMENT_VERSION, "items": about, "ranks": ranks}
+        entries += _item_entries(item, local, facts[item.name], found, rank)
+    for owner, own in enumerate(trees):
+        for name, fact in own.items():
+            for index, leaf in enumerate(fact["leaves"]):
+                tensor = local.leaves[name][index] if owner == rank else None
+                entries.append(_entry_of(_leaf_source(f"rank-{owner}/{name}/{index}", leaf, tensor, owner)))
+    document = {
+        "version": DOCUMENT_VERSION,
+        "items": {item.name: _describe_item(item, facts[item.name]) for item in items},
+        "ranks": [{name: _summarize_tree(fact) for name, fact in own.items()} for own in trees],
+    }
+    return TrainingState(tuple(entries), document)
 
 
 def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, Source]) -> Part:
@@ -291,11 +288,6 @@ def source_of(name: str, tensor: Tensor) -> Source:
     """The source of a tensor that is equal on all ranks, or a DTensor."""
     made = replace(source_of_tensor(name, name, tensor), trainable=False)
     return made if is_distributed(tensor) else replace(made, sharding=OwnedSharding(made.shape, 0))
-
-
-def tree_tensors(value: Any, name: str = "state") -> list[Tensor]:
-    """The tensors in a tree of plain values, in the order in which they are stored."""
-    return [_live_leaf(leaf) for leaf in flatten(value, safetensors.NAMES, name, _LEAVES)[1]]
 
 
 def flatten_tree(value: Any, name: str, digest: bool) -> tuple[Document, list[Tensor]]:
@@ -350,13 +342,6 @@ def _item_entries(item: Item, local: LocalState, fact: Document, found: Mapping[
     return entries
 
 
-def _own_entries(prefix: str, owner: int, leaves: Sequence[Document], mine: Sequence[Tensor] | None) -> Iterator[Entry]:
-    """The entries of tensors that only the rank `owner` has."""
-    for index, leaf in enumerate(leaves):
-        tensor = mine[index] if mine is not None else None
-        yield _entry_of(_leaf_source(f"{prefix}/{index}", leaf, tensor, owner))
-
-
 def _leaf_source(name: str, leaf: Document, tensor: Tensor | None, owner: int) -> Source:
     """The source of a tensor in a tree, stored by the rank `owner`; `tensor` is this rank's, or None."""
     shape, dtype = tuple(leaf["shape"]), dtype_of(leaf["dtype"])
@@ -380,12 +365,6 @@ def gradient_flags(found: Mapping[Key, Source]) -> Document:
     flags = _flags_by_label(found)
     trained, frozen = [[label for label, one in flags.items() if one is flag] for flag in (True, False)]
     return {_TRAINED: trained} if len(trained) < len(frozen) else {_FROZEN: frozen}
-
-
-def check_flags(flags: Mapping[str, Any] | None) -> None:
-    """Raise CorruptError for values that `gradient_flags` does not return; None is of an earlier version."""
-    if flags is not None and [*flags] not in ([_TRAINED], [_FROZEN]):
-        raise CorruptError(f"{listing(sorted(flags), ', ') or 'nothing'}, expected {_TRAINED!r} or {_FROZEN!r}")
 
 
 def changed_flags(document: Document, found: Mapping[Key, Source]) -> list[str]:
@@ -479,7 +458,9 @@ def _problems(known: _KnownDocument, manifest: Manifest) -> Iterator[str]:
         if told not in (None, value):
             yield f"{name}: {value!r}, expected {told!r} as in the manifest"
     yield from _tried("history", lambda: begin_history(0, 0, 0.0, known.history))
-    yield from _tried(FLAGS, lambda: check_flags(known.requires_grad))
+    flags = known.requires_grad  # absent in earlier versions
+    if flags is not None and [*flags] not in ([_TRAINED], [_FROZEN]):
+        yield f"{FLAGS}: {listing(sorted(flags), ', ') or 'nothing'}, expected {_TRAINED!r} or {_FROZEN!r}"
     described = {name: entry["optimizer"] for name, entry in known.items.items() if "optimizer" in entry}
     for name, one in described.items():
         yield from _tried(f"items.{name}", lambda: _check_optimizer(one, len(known.ranks)))  # noqa: B023 - called at once
@@ -623,10 +604,6 @@ class StoredTensors:
         self._files = {(part.path, tensor.name): tensor.file for part in parts for tensor in part.tensors}
         self._open: dict[str, TensorFile] = {}
 
-    def take_share(self, number: int, count: int) -> None:
-        """Keep this rank's share of the comparisons: rank `number` of `count` that share them."""
-        self.proofs = share_proofs(self.proofs, number, count)
-
     def file_of(self, part: str, name: str) -> TensorFile:
         """The file that holds the tensor `name` of the part in folder `part`. Raises LoadError when none does."""
         place = self._files.get((part, name))
@@ -724,10 +701,9 @@ def tree_of(entry: Document, prefix: str, stored: StoredTensors, like: Any = Non
         fill_tensor(WantedTensor(made, made.local, stored.file_of(FOLDER, name), name))
         return fresh
 
-    def make_array(index: int) -> Any:
-        return stored.state_tensor(f"{prefix}/{index}").numpy()
-
-    return unflatten(decode_node(entry["tree"]), make_tensor, make_array)
+    return unflatten(
+        decode_node(entry["tree"]), make_tensor, lambda index: stored.state_tensor(f"{prefix}/{index}").numpy()
+    )
 
 
 def _cut_tensors(like: Any) -> dict[int, Tensor]:
@@ -735,18 +711,10 @@ def _cut_tensors(like: Any) -> dict[int, Tensor]:
     if like is None:
         return {}
     with suppress(SelectionError):  # its state before loading may be of any type
-        tensors = tree_tensors(like.state_dict())
+        leaves = flatten(like.state_dict(), safetensors.NAMES, "state", _LEAVES)[1]
+        tensors = map(_live_leaf, leaves)
         return {index: tensor for index, tensor in enumerate(tensors) if is_distributed(tensor)}
     return {}
-
-
-@dataclass(frozen=True, eq=False)
-class Objects:
-    """The objects of a run: the model that is saved, the items with a state, and this rank's own trees."""
-
-    model: nn.Module
-    items: Sequence[Item]
-    own: Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -756,9 +724,7 @@ class Captured:
     tensors: ModelTensors
     found: Mapping[Key, Source] = field(default_factory=dict)  # of the models of a run
     state: TrainingState | None = None
-    error: BaseException | None = (
-        None  # why there is no state; raised when the save is planned, so that all ranks agree
-    )
+    error: BaseException | None = None  # why there is no state; raised when the save is planned, on all ranks
 
     @property
     def document(self) -> Document:
@@ -766,27 +732,26 @@ class Captured:
         return {} if self.state is None else self.state.document
 
 
-def capture_run(objects: Callable[[], Objects], ranks: Ranks) -> Captured:
-    """Capture the state of the run of `objects`. Collective. Moves nothing.
+def capture_run(objects: Callable[[], tuple[nn.Module, Sequence[Item], Mapping[str, Any]]], ranks: Ranks) -> Captured:
+    """Capture the state of a run. Collective. Moves nothing.
 
-    Raises SelectionError naming state that cannot be saved, RanksDisagreeError naming objects that differ. A later
-    error of one rank is returned in the result.
+    `objects` returns the model that is saved, the items with a state, and this rank's own trees. Raises SelectionError
+    naming state that cannot be saved, RanksDisagreeError naming objects that differ. A later error of one rank is
+    returned in the result.
     """
 
     def capture_local() -> tuple[Sequence[Item], dict[str, ModelTensors], dict[Key, Source], LocalState]:
-        run = objects()
-        models = walk_models(run.model, run.items)
-        items = with_extra_state(run.model, run.items, models)
-        found = known_sources(models, items)
-        return items, models, found, local_state(items, found, run.own, digest=ranks.size > 1)
+        model, items, own = objects()
+        items, models, found = walk_run(model, items)
+        return items, models, found, local_state(items, found, own, digest=ranks.size > 1)
 
     captured, error = try_action(capture_local)
     if captured is None:
         ranks.agree("save_state()", error=error)
     assert captured is not None, "the agreement has raised the error"
     items, models, found, local = captured
-    every = exchange_facts(local, items, ranks, found)
-    state, error = try_action(partial(assemble_state, local, every, items, found, ranks.rank))
+    facts, trees = exchange_facts(local, items, ranks, found)
+    state, error = try_action(partial(assemble_state, local, facts, trees, items, found, ranks.rank))
     if state is not None:
         state.document[FLAGS] = gradient_flags(found)
     return Captured(models[""], found, state, error)

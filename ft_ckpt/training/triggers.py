@@ -71,7 +71,7 @@ END = "rehearsal-end"  # folder of the checkpoint after the last step
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a script is to do. It ends with exit code 0 on all ranks, after a checkpoint."""
+    """The task of a rehearsed script. It ends with exit code 0 on all ranks, after a checkpoint."""
 
     directory: str  # for checkpoints, instead of the saver's own
     record: str  # file to which rank 0 adds a line of JSON for each step
@@ -85,25 +85,25 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a rehearsal, as it was written down: numbers as exact hexadecimal text, such as "0x1.8p+1"."""
+    """The record of one step of a rehearsal: numbers as exact hexadecimal text, such as "0x1.8p+1"."""
 
     number: int
     metrics: Mapping[str, str]
-    batches: str | None  # digest of what `saver.remaining` gave since the step before; None when it gave nothing
+    batches: str | None  # digest of the batches of `saver.remaining` since the step before; None without any
 
 
 class Recorder:
-    """The side of a rehearsal that is in the script's process: looks at batches and steps, and ends the script."""
+    """The part of a rehearsal in the script's process: records batches and steps, and ends the script."""
 
-    def __init__(self, told: Rehearsal) -> None:
-        self.directory = told.directory
-        self._told = told
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        self.directory = rehearsal.directory
+        self._rehearsal = rehearsal
         self._batches: Any = None
         with suppress(NameTakenError):  # a file without lines: there was a saver, and it was never stepped
-            _store_of(Path(told.record)).write(Path(told.record).name, b"", create_only=True)
+            _store_of(Path(rehearsal.record)).write(Path(rehearsal.record).name, b"", create_only=True)
 
     def watch_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The same batches; what is in them goes into the digest of the step."""
+        """The same batches; their contents go into the digest of the step."""
         for batch in batches:
             self._batches = self._batches or xxhash.xxh3_128()
             _digest_value(self._batches, batch)
@@ -117,17 +117,17 @@ class Recorder:
         leads: bool,
         save: Callable[[Path | None], object],
     ) -> None:
-        """Write the step down; after the last one save, and end the process (SystemExit). On every rank."""
+        """Record the step; after the last one save, and end the process (SystemExit). On every rank."""
         if leads:
             digest = None if self._batches is None else self._batches.hexdigest()
             exact = {name: float(value).hex() for name, value in metrics.items()}
-            record, line = Path(self._told.record), json.dumps(asdict(Step(number, exact, digest))) + "\n"
+            record, line = Path(self._rehearsal.record), json.dumps(asdict(Step(number, exact, digest))) + "\n"
             store = _store_of(record)
             store.write(record.name, store.read(record.name) + line.encode())
         self._batches = None
-        if number >= self._told.steps:
-            save(Path(self._told.directory) / END)
-        elif self._told.stop is None or number < self._told.stop:
+        if number >= self._rehearsal.steps:
+            save(Path(self._rehearsal.directory) / END)
+        elif self._rehearsal.stop is None or number < self._rehearsal.stop:
             return
         elif not is_saved:
             save(None)
@@ -146,7 +146,7 @@ def start_recorder() -> Recorder | None:
 
 
 def read_steps(record: Path) -> list[Step] | None:
-    """The steps that a script has taken; None when it made no saver."""
+    """The recorded steps of a script; None when it made no saver."""
     try:
         text = _store_of(record).read(record.name).decode()
     except MissingError:
@@ -155,13 +155,13 @@ def read_steps(record: Path) -> list[Step] | None:
 
 
 def _store_of(record: Path) -> LocalStore:
-    """The folder of the record, which is there, and whose files are of no use after the rehearsal."""
+    """The folder of the record; its files need not survive a crash."""
     return LocalStore(record.parent, syncs=False)
 
 
 def _digest_value(digest: Any, value: Any) -> None:
-    """Add the contents of a batch: tensors and arrays byte by byte, in mappings and sequences, other objects by class
-    and, where that says what they are, by value.
+    """Add the contents of a batch: tensors and arrays byte by byte, in mappings and sequences; strings and numbers by
+    value, other objects by class.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -171,7 +171,7 @@ def _digest_value(digest: Any, value: Any) -> None:
         for item in value:
             _digest_value(digest, item)
     elif hasattr(value, "detach"):
-        import torch  # not above: the command that reads what was written has no need of it
+        import torch  # not above: the command that reads the record does not need it
 
         local = value.to_local() if hasattr(value, "to_local") else value
         digest.update(f"{value.dtype} {tuple(value.shape)}".encode())

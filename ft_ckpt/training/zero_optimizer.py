@@ -137,7 +137,6 @@ def state_tensors(optimizer: Any, description: Description, found: Mapping[str, 
 
 
 def check(optimizer: Any, description: Description, found: Mapping[str, Source]) -> None:
-    """As `optimizers.check`."""
     optimizer = unwrap_optimizer(optimizer)
     optimizers.check(_unflatten_groups(optimizer, _partitions_of(optimizer, found)), description, found)
 
@@ -159,12 +158,22 @@ def restore(
     adopt_weights(optimizer)
     optimizer = unwrap_optimizer(optimizer)
     partitions = _partitions_of(optimizer, found)
-    _restore_groups(optimizer, partitions, description, found)
-    fills = (fill, later or fill)
-    _restore_masters(partitions, description.get("masters", {}), fills)
+    hyper = _unflatten_groups(optimizer, partitions)
+    set_groups(match_groups(hyper.param_groups, optimizers.names_of(hyper, found), description, found)[0])
+    for group, restored in zip(optimizer.optimizer.param_groups, hyper.param_groups, strict=True):
+        group.update({key: value for key, value in restored.items() if key != "params"})
+    fills, masters = (fill, later or fill), description.get("masters", {})
+    for partition in partitions:
+        for place in partition.places:
+            if place.owner.name in masters:
+                _read_run(place, MASTER, dtype_of(masters[place.owner.name]), partition.master, fills)
     for partition in partitions:
         _restore_state(optimizer.optimizer, partition, description["state"], fills)
-    _link_full_state(optimizer, partitions)
+    if hasattr(optimizer, "_hp_optimizer_states_linked"):
+        # For DeepSpeed's functions that return a parameter's full state; else it links them after the next step.
+        optimizer._hp_optimizer_states_linked = False
+        if all(optimizer.optimizer.state.get(partition.master) for partition in partitions):
+            optimizer._lazy_init_hp_params_optimizer_state()
     restore_scaler(optimizer, description.get("scaler", {}))
     names = {place.owner.name for partition in partitions for place in partition.places}
     missing = names - set(description["state"])
@@ -226,7 +235,12 @@ def _describe_zero_state(base: Any, partitions: list[Partition]) -> dict[str, di
         for key, value in base.state.get(partition.master, {}).items():
             for place in partition.places:
                 entry = _zero_state_entry(value, partition.master, place.owner)
-                problems += [f"{place.owner.name}: {key}: {_kind_of_value(value)}"] if entry is None else []
+                if entry is None:
+                    is_tensor = isinstance(value, Tensor)
+                    kind = (
+                        f"shape {list(value.shape)}, not cut like the parameters" if is_tensor else type(value).__name__
+                    )
+                    problems.append(f"{place.owner.name}: {key}: {kind}")
                 state.setdefault(place.owner.name, {})[key] = entry
     if problems:
         raise SelectionError(
@@ -255,12 +269,6 @@ def _zero_state_entry(value: Any, master: Tensor, owner: Source) -> Any:
     return {"shape": list(value.shape), "dtype": dtype_name(value.dtype), "host": host}
 
 
-def _kind_of_value(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"shape {list(value.shape)}, not cut like the parameters"
-    return type(value).__name__
-
-
 def _run_source(place: Slot, key: str, buffer: Tensor) -> Source:
     """The source of a parameter's run in a buffer laid out like the partition."""
     owner = place.owner
@@ -275,23 +283,6 @@ def _whole_source(place: Slot, key: str, tensor: Tensor) -> Source:
     return held_source(name, place.owner.raw_name, shape, "plain", sharding, tensor.dtype, tensor).holding(
         tensor.detach()
     )
-
-
-def _restore_groups(
-    optimizer: Any, partitions: list[Partition], description: Description, found: Mapping[str, Source]
-) -> None:
-    """Restore the hyperparameters."""
-    shown = _unflatten_groups(optimizer, partitions)
-    set_groups(match_groups(shown.param_groups, optimizers.names_of(shown, found), description, found)[0])
-    for group, restored in zip(optimizer.optimizer.param_groups, shown.param_groups, strict=True):
-        group.update({key: value for key, value in restored.items() if key != "params"})
-
-
-def _restore_masters(partitions: list[Partition], stored: Mapping[str, str], fills: _Fills) -> None:
-    for partition in partitions:
-        for place in partition.places:
-            if place.owner.name in stored:
-                _read_run(place, MASTER, dtype_of(stored[place.owner.name]), partition.master, fills)
 
 
 def _restore_state(base: Any, partition: Partition, stored: Mapping[str, dict[str, Any]], fills: _Fills) -> None:
@@ -317,14 +308,6 @@ def _restore_state(base: Any, partition: Partition, stored: Mapping[str, dict[st
         value.zero_()  # for parameters that had no state
         for place, entries in kept.items():
             _read_run(place, key, dtype_of(entries[key]["dtype"]), value, fills)
-
-
-def _link_full_state(optimizer: Any, partitions: list[Partition]) -> None:
-    """Relink the state for DeepSpeed's functions that return a parameter's full state."""
-    if hasattr(optimizer, "_hp_optimizer_states_linked"):
-        optimizer._hp_optimizer_states_linked = False  # else DeepSpeed links it after the next step
-        if all(optimizer.optimizer.state.get(partition.master) for partition in partitions):
-            optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _init_inner_state(base: Any, partition: Partition) -> None:

@@ -274,9 +274,8 @@ def optimizer_state(live: Live) -> dict[str, torch.Tensor]:
     found = known_sources(walk_models(live.model, items), items)
     ranks = current_ranks()
     local = training.local_state(items, found, {})
-    state = training.assemble_state(
-        local, training.exchange_facts(local, items, ranks, found), items, found, ranks.rank
-    )
+    facts, trees = training.exchange_facts(local, items, ranks, found)
+    state = training.assemble_state(local, facts, trees, items, found, ranks.rank)
     return gather_tensors([entry.source for entry in state.entries if entry.source is not None], ranks, 1 << 20)
 
 
