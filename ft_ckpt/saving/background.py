@@ -6,6 +6,7 @@ elements it holds. In a bucket, where each file has one writer, the call gathers
 """
 
 import atexit
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,7 +14,6 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from itertools import count
-from operator import attrgetter
 from pathlib import Path
 from threading import Event
 from typing import Any, ParamSpec, TypeVar
@@ -47,7 +47,7 @@ from ft_ckpt.training.run import TrainingRun
 P = ParamSpec("P")
 T = TypeVar("T")
 _ALIGNMENT = 64
-_DEVICE = attrgetter("device")
+_IN_PLACE = ("plain", "fsdp1", "fsdp2", "zero3", "zero")  # engines whose tensors only the optimizer step changes
 Copies = Mapping[int, Tensor]  # by the keys of the live tensors
 
 
@@ -87,7 +87,7 @@ class Snapshot:
         """Copy `now`; `finish_copies` copies `late`, and the next step of watched optimizers waits for it."""
         self._copied = _copy_by_device(self._now, now, {})
         self._left = late
-        devices = {*map(_DEVICE, late.values())}
+        devices = {tensor.device for tensor in late.values()}
         self._ready = {device: record_moment(device) for device in devices if is_accelerator(device)}
         self._done.clear()
 
@@ -187,11 +187,6 @@ class CopyPlan:
     needs_gather: bool  # tensors must move between ranks while files are written, which a thread cannot do
     gathers: tuple[tuple[int, tuple[Source, ...]], ...] = ()  # (writing rank, tensors that the call gathers there)
 
-    def can_wait(self, config: SaverConfig) -> bool:
-        """Whether a thread can carry out the save."""
-        fits = config.snapshot_bytes is None or self.size_bytes <= parse_size(config.snapshot_bytes)
-        return fits and not self.needs_gather
-
 
 def plan_copies(
     plan: SavePlan, request: SaveRequest, ranks: Ranks, config: SaverConfig, owned: frozenset[int]
@@ -212,7 +207,10 @@ def plan_copies(
         written = [*_written_here(plan, ranks)]
     local_sources = {source.key: source for source in written}
     held = {key: local for key, source in local_sources.items() if (local := source.local) is not None}
-    late = {key for key in held if not request.state_dict_given and _is_late(local_sources[key], owned)}
+    late: set[int] = set()
+    if not request.state_dict_given:
+        plain = {key: local_sources[key] for key in held if local_sources[key].engine in _IN_PLACE}
+        late = {key for key, source in plain.items() if id(optimizer_parameter(source.live)) in owned}
     blocks = request.state_dict_given if has_one_writer else _needs_gather(plan, request, ranks, config)
     return CopyPlan(
         now={key: local for key, local in held.items() if key not in late},
@@ -243,11 +241,6 @@ def with_copies(plan: SavePlan, held: Mapping[int, Tensor], copies: CopyPlan) ->
     plans = tuple(replace(one, part=part) for one, part in zip(plan.plans, parts, strict=True))
     ties = tuple((copied(one), copied(other)) for one, other in plan.ties_to_check)
     return replace(plan, plans=plans, ties_to_check=ties)
-
-
-def _is_late(source: Source, owned: frozenset[int]) -> bool:
-    known = source.engine in ("plain", "fsdp1", "fsdp2", "zero3", "zero")
-    return known and id(optimizer_parameter(source.live)) in owned
 
 
 def _needs_gather(plan: SavePlan, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> bool:
@@ -308,70 +301,46 @@ class Worker:
     """A thread for each job, one job in flight."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._future: Future[Any] | None = None
+        self.thread: threading.Thread | None = None
+        self.future: Future[Any] | None = None  # of the job whose result was not taken
         _OPEN.add(self)
 
     def start_job(self, job: Callable[[], Any]) -> "Future[Any]":
         """Start `job`; the result of the one before must have been taken."""
-        future = self._future = Future()
-        self._thread = threading.Thread(target=_run_job, args=(job, future), name="ft_ckpt-save")
-        self._thread.start()
+        future = self.future = Future()
+
+        def run_job() -> None:
+            time.sleep(_LAG_SECONDS)
+            try:
+                future.set_result(job())
+            except BaseException as error:  # noqa: BLE001 - raised by `take_result`
+                future.set_exception(error)
+
+        self.thread = threading.Thread(target=run_job, name="ft_ckpt-save")
+        self.thread.start()
         return future
-
-    def finish_at_once(self, result: Any) -> "Future[Any]":
-        """As `start_job`, for a job that is already done."""
-        future = self._future = Future()
-        future.set_result(result)
-        return future
-
-    @property
-    def has_unread_result(self) -> bool:
-        """Whether a job was started and `take_result` was not called since."""
-        return self._future is not None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether no job is running."""
-        return self._future is None or self._future.done()
 
     def take_result(self) -> Any:
         """Wait for the job and return its result or raise its error, once; None without a job."""
-        if self._future is None:
+        if self.future is None:
             return None
-        wait([self._future])
-        future, self._future = self._future, None
+        wait([self.future])
+        future, self.future = self.future, None
         return future.result()
-
-    def join(self) -> None:
-        """Wait for the thread; returns at once in a forked child, which has no such thread."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def unread_error(self) -> BaseException | None:
-        """The error of a finished job whose result was not taken."""
-        return self._future.exception() if self._future is not None and self._future.done() else None
 
 
 _OPEN: WeakSet[Worker] = WeakSet()
 
 
-def _run_job(job: Callable[[], Any], future: "Future[Any]") -> None:
-    time.sleep(_LAG_SECONDS)
-    try:
-        future.set_result(job())
-    except BaseException as error:  # noqa: BLE001 - raised by `take_result`
-        future.set_exception(error)
-
-
 def _join_workers() -> None:
     for worker in list(_OPEN):
-        worker.join()
+        if worker.thread is not None:  # in a forked child it counts as ended
+            worker.thread.join()
 
 
 def _warn_of_unread_errors() -> None:
     for worker in list(_OPEN):
-        if (error := worker.unread_error()) is not None:
+        if worker.future is not None and worker.future.done() and (error := worker.future.exception()) is not None:
             warn(f"a save in the background failed, and the program ended without asking: {error}", stacklevel=1)
 
 
@@ -450,7 +419,9 @@ class BackgroundSaver:
         self._looks = 0
         if copies is None or not self._shared.is_seen_by_all(request.target.beside, ranks):
             report = then(run_save(request, None, ranks, config, begun, plan, self._shared))
-            return PendingSave(report.path, self._worker.finish_at_once(report))
+            done = self._worker.future = Future()
+            done.set_result(report)
+            return PendingSave(report.path, done)
         _, error = try_action(lambda: self.snapshot.begin_copies(copies.now, copies.late))
         try:
             gathered = self._gather_now(copies, ranks, config)
@@ -462,10 +433,10 @@ class BackgroundSaver:
                 config = replace(config, reuse_frozen="off")
 
             def finish() -> SaveReport:
-                held, trouble = try_action(self.snapshot.finish_copies)
+                copied, copy_error = try_action(self.snapshot.finish_copies)
                 yield_to_training(low_io=config.io_priority == "low")  # after the copies: the optimizer waits for them
-                copied = with_copies(plan, {**(held or {}), **gathered}, copies)
-                return then(run_save(request, error or trouble, ranks, config, begun, copied, self._shared))
+                from_copies = with_copies(plan, {**(copied or {}), **gathered}, copies)
+                return then(run_save(request, error or copy_error, ranks, config, begun, from_copies, self._shared))
 
             return PendingSave(request.target.location, self._worker.start_job(finish))
         except BaseException:
@@ -497,7 +468,9 @@ class BackgroundSaver:
             made, error = try_action(partial(self._plan_snapshot, request, ranks, config))
             plan, copies = made or (None, None)
         staged = None if plan is None else StagedSave(plan)
-        fits = copies is not None and copies.can_wait(config)
+        limit = config.snapshot_bytes
+        most = math.inf if limit is None else parse_size(limit)
+        fits = copies is not None and not copies.needs_gather and copies.size_bytes <= most
         agreed = agree_on_plan("save() in the background", request, staged, error, ranks, config, fits=fits)
         assert plan is not None, "the agreement has raised the error"
         if agreed.replicas_differ:
@@ -528,12 +501,13 @@ class BackgroundSaver:
 
         They exchange it at the first, second, fourth step and so on after the save began, then at every 64th.
         """
-        if not self._worker.has_unread_result or ranks.size == 1:
-            return self._worker.has_unread_result and self._worker.is_done
+        future = self._worker.future
+        if future is None or ranks.size == 1:
+            return future is not None and future.done()
         self._looks += 1
         if self._looks % 64 and self._looks & (self._looks - 1):
             return False
-        ended = {"ended": self._worker.is_done}
+        ended = {"ended": future.done()}
         return bool(ranks.agree("saver.step()", ended, decide=lambda values: all(v["ended"] for v in values)).told)
 
     def close(self) -> None:

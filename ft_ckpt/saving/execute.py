@@ -31,7 +31,7 @@ from ft_ckpt.saving.write import SaveJob, SharedFolders, StagedSave, prepare_sta
 from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.scratch import local_folder
-from ft_ckpt.storage.store import Store
+from ft_ckpt.storage.store import SharedStore
 from ft_ckpt.training.items import name_differing_tensors
 from ft_ckpt.transfer.push import PendingPush
 
@@ -100,6 +100,7 @@ def run_save(
     """
     changed: frozenset[str] = frozenset()  # frozen files that no earlier checkpoint has, as earlier tries found
     tries = 0
+    written: dict[str, Any] | None
     while True:
         staged, error = _plan_and_stage(request, plan, error, ranks, config, tries, changed)
         try:
@@ -114,7 +115,10 @@ def run_save(
                 request, staged.plan, staged.staging, agreed.stage, agreed.offers, agreed.state_dict, ranks, config,
                 shared, staged.files,
             )  # fmt: skip
-            written, error = _write_on_rank(job)
+            if job.state_dict and not ranks.leads:  # a gather that made the dict leaves other ranks with {} or None
+                written, error = {}, None
+            else:
+                written, error = ranks.attempt(explained(request.target)(partial(write_tensors, job)))
             report = _commit_on_all(job, agreed.samples, written, error, begun)
         except BaseException:
             shared.forget()
@@ -175,7 +179,9 @@ def agree_on_plan(
     assert staged is not None, "the agreement has raised the error"
     terms = agreed.told
     if not terms["alike"]:
-        name_differing_tensors(ranks, "the tensors of save()", facts["tensors"], lambda: _tensor_names(staged.plan))
+        entries = [(one.part.path, entry) for one in staged.plan.plans for entry in one.part.entries]
+        names = (f"{path}/{entry.name}".lstrip("/") for path, entry in entries)
+        name_differing_tensors(ranks, "the tensors of save()", facts["tensors"], lambda: names)
     if compares and not terms["state_dict"]:  # a state dict is given on rank 0 alone
         differing = replicas.differing_replicas(digests, terms["differing_places"], ranks)
         if differing:
@@ -198,7 +204,10 @@ def report_differences(found: str, saved: str, ranks: Ranks, config: SaverConfig
     Raises RanksDisagreeError.
     """
     if config.on_difference == "raise":
-        replicas.refuse_replica_differences(found)
+        raise RanksDisagreeError(
+            f"{found}, where these ranks should hold the same, and on_difference='raise'; nothing was committed. "
+            "Average or broadcast them before the save, or save with on_difference='warn', which takes the first rank's"
+        )
     if config.on_difference == "warn" and ranks.shows:
         warn(f"{saved}: {found}, which is stored", stacklevel=5)
 
@@ -208,6 +217,7 @@ def _describe_save(
 ) -> dict[str, Any]:
     """The facts of a save that ranks compare or that rank 0 needs from each, as JSON."""
     names = repr([(f.path, [*map(tuple, f.layout.specs)]) for one in staged.plan.plans for f in one.files])
+    store = staged.staging.store if staged.staging else None
     return {
         "path": str(request.target),
         "kind": "merged" if request.merged else kind_of(request.adapter_only, request.attribute),
@@ -215,7 +225,7 @@ def _describe_save(
         "tensors": xxhash.xxh3_64_hexdigest(names.encode()),  # names, shapes and dtypes in all files
         "state_dict": request.state_dict_given,
         "samples": staged.plan.samples,
-        "stage": staged.shared_url,
+        "stage": store.url if isinstance(store, SharedStore) else None,  # in which ranks may write files together
         "offers": {path: [offer.ranks, offer.digests] for path, offer in staged.offers.items()},
         "replicas": replicas.digests_by_place(digests),
     }
@@ -233,18 +243,6 @@ def _terms_of(facts: Values) -> dict[str, Any]:
         "alike": all(one["tensors"] == facts[0]["tensors"] for one in facts),
         "differing_places": replicas.differing_places(one["replicas"] for one in facts),
     }
-
-
-def _tensor_names(plan: SavePlan) -> tuple[str, ...]:
-    return tuple(f"{one.part.path}/{e.name}".lstrip("/") for one in plan.plans for e in one.part.entries)
-
-
-def _write_on_rank(job: SaveJob) -> tuple[dict[str, Any] | None, BaseException | None]:
-    """Write the tensors: the records of what this rank wrote, or its error, which is agreed on at the commit."""
-    if job.state_dict and not job.ranks.leads:  # a gather that made the dict leaves other ranks with {} or None
-        return {}, None
-    written, error = job.ranks.attempt(explained(job.request.target)(partial(write_tensors, job)))
-    return written, error
 
 
 def _commit_on_all(
@@ -304,8 +302,10 @@ def _commit_files(job: SaveJob, files: list[FileRecord], samples: tuple[BaseSamp
     if request.check is not None:
         with local_folder(Place(store)) as folder:
             notes.append(request.check.compare(folder))
-    if compression is not None:
-        files = [_compress_in_place(file, store, compression) for file in files]
+    if compression is not None:  # a second pass over the files: sizes are known only afterwards
+        for file in files:
+            compress_file(Place(store, file.path), compression)
+        files = [read_record(store, file.path) for file in files]
     manifest = manifest_of(
         plan.plans,
         [*files, *job.companions],
@@ -333,9 +333,3 @@ def _commit_files(job: SaveJob, files: list[FileRecord], samples: tuple[BaseSamp
         "notes": manifest.notes,
         "step": manifest.step,
     }
-
-
-def _compress_in_place(file: FileRecord, store: Store, compression: str) -> FileRecord:
-    """Compress the file; sizes are known only afterwards, so this is a second pass. Return its new record."""
-    compress_file(Place(store, file.path), compression)
-    return read_record(store, file.path)

@@ -6,7 +6,7 @@ The plan is the same on every rank, because all ranks take part in moving the te
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain, groupby, repeat
 from math import prod
 
@@ -98,12 +98,12 @@ def _refuse_stored_names(part: Part) -> None:
 
 @dataclass(frozen=True, eq=False)
 class GatherWay:
-    """How tensors are gathered on the rank `to`, and the check of their values there."""
+    """How tensors are gathered on the rank `to`."""
 
     ranks: Ranks
     bucket_bytes: int
     to: int = 0
-    check: "FiniteCheck | None" = None
+    nonfinite: set[str] | None = None  # collects the names of tensors with NaN or infinity there; None: no check
 
 
 def file_turns(part_plan: PartPlan, file: FilePlan, way: GatherWay) -> Iterator[Iterator[Region]]:
@@ -123,27 +123,27 @@ def gathered_turns(places: Sequence[tuple[Entry, int]], way: GatherWay) -> Itera
 
     def regions_of(turn: Iterator[tuple[Entry, Tensor]]) -> Iterator[Region]:
         for entry, data in turn:
-            for region in cast_regions(starts[entry.name], entry, data, way.check):
+            for region in cast_regions(starts[entry.name], entry, data, way.nonfinite):
                 yield region
                 starts[entry.name] += region.size_bytes  # where its next elements go
 
     return map(regions_of, _entry_turns([entry for entry, _ in places], way))
 
 
-def cast_regions(start: int, entry: Entry, data: Tensor, check: "FiniteCheck | None" = None) -> Iterator[Region]:
+def cast_regions(start: int, entry: Entry, data: Tensor, nonfinite: set[str] | None = None) -> Iterator[Region]:
     """Flat elements of a tensor in the entry's dtype, on the host; converted ones in pieces, to save memory.
 
-    `start` is their offset in the file.
+    `start` is their offset in the file; `nonfinite`, if given, gets the entry's name if it has NaN or infinity.
     """
     if is_accelerator(data.device):
         pieces = host_pieces(data)
     else:
-        is_ready = data.dtype == entry.dtype and check is None
+        is_ready = data.dtype == entry.dtype and nonfinite is None
         step = max(1, data.numel() if is_ready else _SLICE)
         pieces = (data[low : low + step] for low in range(0, data.numel(), step))
     for piece in pieces:
-        if check is not None:
-            check.look_at(entry.name, piece)
+        if nonfinite is not None and piece.dtype.is_floating_point and not bool(torch.isfinite(piece).all()):
+            nonfinite.add(entry.name)
         part = piece.to(dtype=entry.dtype).contiguous()
         yield Region(start, part.data_ptr(), part.nbytes, part)
         start += part.nbytes
@@ -168,25 +168,6 @@ def check_written_files(part_plan: PartPlan, store: Store) -> None:
     ]
     if problems:
         raise IncompleteError(f"{listing(problems)}; nothing is committed")
-
-
-@dataclass
-class FiniteCheck:
-    """Collects the names of tensors that contain NaN or infinity."""
-
-    found: set[str] = field(default_factory=set)
-
-    def look_at(self, name: str, data: Tensor) -> None:
-        if data.dtype.is_floating_point and not bool(torch.isfinite(data).all()):
-            self.found.add(name)
-
-    def raise_if_found(self) -> None:
-        """Raise IncompleteError naming every tensor that holds NaN or infinity."""
-        if self.found:
-            raise IncompleteError(
-                f"{listing(sorted(self.found), ', ')}: NaN or infinity in {len(self.found)} tensor(s), and "
-                "nonfinite='raise'; nothing is committed, the earlier checkpoint is untouched"
-            )
 
 
 def _entry_turns(ordered: Sequence[Entry], way: GatherWay) -> Iterator[Iterator[tuple[Entry, Tensor]]]:
@@ -265,10 +246,6 @@ class Share:
         shardings = [source.sharding for entry in self.entries for source in entry.sources]
         return any(sharding.is_sharded or sharding.is_opaque for sharding in shardings)
 
-    def for_rank_0(self) -> "Share":
-        """The same file if rank 0 writes all of it."""
-        return replace(self, cuts=(None,) * len(self.cuts), ranks=1)
-
 
 def divide_files(plans: Sequence[PartPlan], world_size: int) -> list[Share]:
     """The division of every file between the ranks."""
@@ -296,12 +273,6 @@ def assign_writers(files: Sequence[FilePlan], world_size: int) -> list[int]:
         loads[slot] += files[number].layout.size_bytes
         writers[number] = slot * world_size // count
     return writers
-
-
-def is_worth_sharing(found: Sequence[Share]) -> bool:
-    """Whether the ranks' own bytes are enough to pay for a write by all ranks."""
-    cut = sum(cut.stop - cut.start for share in found for cut in share.actual_cuts)
-    return cut >= LEAST_BYTES
 
 
 def file_record(share: Share, digests: Sequence[str]) -> FileRecord:

@@ -1,7 +1,6 @@
 """The steps after a commit: retention, upload, push, callbacks; the priority of background threads.
 
-All of it is done where the save was finished, in its thread for one in the background, and in this order. Nothing of it
-fails a save: the checkpoint is there.
+They run in this order in the thread that finished the save. Their errors do not fail the save, which is committed.
 """
 
 import ctypes
@@ -20,22 +19,22 @@ from ft_ckpt.messages import warn
 from ft_ckpt.saving.execute import SaveReport
 from ft_ckpt.storage.place import Place
 from ft_ckpt.transfer.outgoing import PushOptions
-from ft_ckpt.transfer.push import PendingPush, begin_push, wait_for_pushes, warn_of_unpushed
+from ft_ckpt.transfer.push import PendingPush, begin_push
 from ft_ckpt.transfer.sync import RunUploads, UploadTerms
 
-_NICE = 10  # a tenth of what a thread of training gets while both want the same processor
+_NICE = 10  # about a tenth of a normal thread's share of a busy processor
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}  # number of the system call
-_THREAD, _BEST_EFFORT, _LAST = 1, 2 << 13, 7  # not the idle class: it gets nothing as long as anybody wants the disk
+_THREAD, _BEST_EFFORT, _LAST = 1, 2 << 13, 7  # best effort, lowest level; the idle class would starve
 
 
 def yield_to_training(low_io: bool) -> None:
-    """Lower the priority of the calling thread for the rest of its life; threads that it starts have it too.
+    """Lower the priority of the calling thread for good; threads that it starts inherit it.
 
-    With `low_io` its reads and writes come last as well, where the disk's scheduler looks at that. Nothing happens
-    where the system has no priorities for threads, or forbids it.
+    `low_io` lowers the priority of its reads and writes too, if the disk's scheduler supports that. No effect on
+    systems without thread priorities, or if they forbid it.
     """
     if not sys.platform.startswith("linux"):
-        return  # elsewhere it would be that of the whole process
+        return  # elsewhere the priority is that of the whole process
     thread = threading.get_native_id()
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), _NICE))
@@ -50,7 +49,7 @@ AfterSave = Callable[[SaveReport], SaveReport]
 
 @dataclass(frozen=True, eq=False)
 class FollowUp:
-    """What one saver does after its saves; its uploads and pushes go on by themselves."""
+    """The steps of one saver after its saves; uploads and pushes run in threads of their own."""
 
     hooks: tuple[SaveHook, ...] = ()
     uploads: RunUploads | None = None
@@ -65,7 +64,7 @@ class FollowUp:
         push_to: str | Place | None = None,
         base_id: str | None = None,
     ) -> AfterSave:
-        """What to do after one save; on a rank that does not lead nothing is sent and no function called."""
+        """The follow-up of one save; only the leading rank uploads, pushes and calls hooks."""
 
         def follow(report: SaveReport) -> SaveReport:
             if prune is not None:
@@ -83,13 +82,9 @@ class FollowUp:
 
         return follow
 
-    def end_pushes(self, *, wait: bool) -> None:
-        """Wait for all pushes, or name those that have not ended, which go on until the process ends."""
-        (wait_for_pushes if wait else warn_of_unpushed)(self.pushes)
-
 
 def make_follow_up(on_saved: SaveHook | Iterable[SaveHook] | None, places: RunPlaces, config: SaverConfig) -> FollowUp:
-    """What a saver in these places does after its saves; its uploads give way to training."""
+    """The follow-up of a saver; its uploads run at low priority."""
     uploads = None
     if places.directory is not None and places.staging is not None:
         give_way = partial(yield_to_training, low_io=config.io_priority == "low")
@@ -102,8 +97,8 @@ def _call_hook(hook: SaveHook, report: SaveReport) -> None:
         hook(report)
     except Exception as error:  # noqa: BLE001 - the script's own, of any kind
         name = getattr(hook, "__name__", type(hook).__name__)
-        told = f"{type(error).__name__}: {error}"
-        warn(f"{report.path}: saved, but {name} of on_saved failed: {told}", stacklevel=2)
+        problem = f"{type(error).__name__}: {error}"
+        warn(f"{report.path}: saved, but {name} of on_saved failed: {problem}", stacklevel=2)
 
 
 def hooks_of(given: SaveHook | Iterable[SaveHook] | None) -> tuple[SaveHook, ...]:

@@ -78,7 +78,9 @@ def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -
     found = checkpoint_around(place)
     if found is not None:
         held = stack.enter_context(open_checkpoint(Place(found[0])))
-        known = tuple(_own_records(held.manifest, found[1]))
+        below = found[1]  # the folder of one adapter, or "" for all
+        adapters = (record for record in held.manifest.parts if record.kind == "adapter")
+        known = tuple(one for one in adapters if not below or f"{one.path}/".startswith(f"{below}/"))
     else:
         known = tuple(_foreign_records(place.folder))
         held = OpenCheckpoint(place.folder, place.folder, Manifest(known, (), "adapter", ""), "")
@@ -131,12 +133,6 @@ def _base_folder(name: str | os.PathLike[str] | Place, revision: str | None) -> 
     with suppress(LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, ValueError):
         return open_place(snapshot_download(str(name), revision=revision, local_files_only=True))
     return None
-
-
-def _own_records(manifest: Manifest, below: str) -> Iterator[PartRecord]:
-    for record in manifest.parts:
-        if record.kind == "adapter" and (not below or record.path == below or record.path.startswith(f"{below}/")):
-            yield record
 
 
 def _foreign_records(store: Store) -> Iterator[PartRecord]:
@@ -363,8 +359,12 @@ def ask_merged(
 
     def made() -> dict[str, Any]:
         choice, merges = merge_choice(asked.merged), model
-        if choice is not None:
-            _refuse_beside(asked.merged, others)
+        given = [name for name, value in others.items() if value is not None and value is not False]
+        if choice is not None and given:
+            raise ConfigError(
+                f"merged={asked.merged!r} and {', '.join(given)}: a merged model is the whole model without adapters; "
+                "leave one of them out"
+            )
         if is_plain_merge(model, asked):
             runs = asked.check is not None
             merges = onto_plain_base(model, asked.base, dequantize=asked.dequantize, in_memory=runs, stack=stack)
@@ -387,11 +387,3 @@ def ask_merged(
 def is_plain_merge(model: nn.Module, asked: MergeRequest) -> bool:
     """Whether adapters on a quantised base are to be merged into other, unquantised weights."""
     return asked.merged is not False and has_quantised_base(model)
-
-
-def _refuse_beside(merged: Merged, others: Mapping[str, Any]) -> None:
-    if given := [name for name, value in others.items() if value is not None and value is not False]:
-        raise ConfigError(
-            f"merged={merged!r} and {', '.join(given)}: a merged model is the whole model without adapters; leave one "
-            "of them out"
-        )

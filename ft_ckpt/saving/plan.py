@@ -270,17 +270,19 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], document: Doc
     for part in parts:
         made = files_made_by(partial(_write_companions, part=part, request=request))
         files |= {_path_in(part, name): content for name, content in made.items()}
-    tokens = _tokenizer_files(described, request.tokenizer)
+    if request.tokenizer is not None and described:
+        made = files_made_by(lambda folder: companions.write_tokenizer(folder, request.tokenizer))
+        files |= {_path_in(part, name): content for part in described for name, content in made.items()}
+    texts = {_path_in(one.part, EXTRA_FILE): one.part.extra for one in plans}
+    texts |= {one.index_path: one.index for one in plans}
+    files |= {path: text.encode() for path, text in texts.items() if text is not None}
+    modules = {one.part.name: one.part.module for one in plans}
     return Companions(
-        {**files, **tokens, **_files_of_plans(plans), **extras},
+        {**files, **extras},
         {part.name: base_record(part, {}) for part in parts if part.kind == "adapter"},
-        {one.part.name: _class_name(one.part.module) for one in plans},
+        {name: "" if module is None else user_class(type(module)).__name__ for name, module in modules.items()},
         document,
     )
-
-
-def _class_name(module: nn.Module | None) -> str:
-    return "" if module is None else user_class(type(module)).__name__
 
 
 def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str | None) -> None:
@@ -301,19 +303,6 @@ def _write_companions(folder: Path, part: Part, request: SaveRequest) -> None:
     else:
         text = module_text(part.module, {entry.name: entry.shape for entry in part.entries})
         LocalStore(folder).write(MODULE_NAME, text.encode())
-
-
-def _tokenizer_files(parts: Sequence[Part], tokenizer: Any) -> dict[str, bytes]:
-    if tokenizer is None or not parts:
-        return {}
-    made = files_made_by(lambda folder: companions.write_tokenizer(folder, tokenizer))
-    return {_path_in(part, name): content for part in parts for name, content in made.items()}
-
-
-def _files_of_plans(plans: Sequence[PartPlan]) -> dict[str, bytes]:
-    extra = {_path_in(one.part, EXTRA_FILE): one.part.extra for one in plans}
-    texts = {**extra, **{one.index_path: one.index for one in plans}}
-    return {path: text.encode() for path, text in texts.items() if text is not None}
 
 
 def _path_in(part: Part, name: str) -> str:
@@ -352,7 +341,8 @@ def plan_save(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePl
     own = model_sources(captured.found) or captured.tensors.sources()
     links = format_named(request.format).is_plain and request.merged is None  # an export shares no files
     mode = config.reuse_frozen if links else "off"
-    frozen = reuse_frozen.frozen_identities(own)  # before a state dict replaces them: all ranks plan the same files
+    # Identities, taken before a state dict replaces the tensors: all ranks plan the same files.
+    frozen = frozenset(source.key for source in own.values() if not source.trainable and source.is_parameter)
     if request.state_dict_given:
         own = from_state_dict(request.state_dict, own, ranks)
     extra: dict[str, Any] = {}  # entries of the model's state dict that are no tensors

@@ -21,7 +21,7 @@ from ft_ckpt.distributed.replicas import WEIGHTS, own_name, place_of
 from ft_ckpt.distributed.sharding import OwnedSharding
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.tensors import of_rank_0
-from ft_ckpt.errors import RanksDisagreeError, listing
+from ft_ckpt.errors import listing
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.training.state import settings_by_rank
@@ -103,12 +103,11 @@ def differing_replicas(digests: Mapping[str, ReplicaDigest], places: Sequence[st
 
 def differing_settings(document: Mapping[str, Any]) -> Differences:
     """The settings and numbers of optimizers that differ between ranks in the state of a run."""
-    found = {
-        f"{item}: {what}": odd
+    return {
+        f"{item}: {setting}": dict.fromkeys(ranks, "")
         for item, about in document.get("items", {}).items()
-        for what, odd in settings_by_rank(about.get("optimizer", {})).items()
+        for setting, ranks in settings_by_rank(about.get("optimizer", {})).items()
     }
-    return {what: dict.fromkeys(odd, "") for what, odd in found.items()}
 
 
 def difference_note(differing: Differences, has_state: bool) -> str:
@@ -125,14 +124,6 @@ def describe_differences(differing: Differences) -> str:
     lines = [f"{listing(names, ', ')} on rank(s) {rank_numbers(list(owners))}" for owners, names in by_ranks.items()]
     is_cut = any(place for owners in differing.values() for place in owners.values())
     return f"{listing(lines)}: not as on {'the first rank with the same part' if is_cut else 'rank 0'}"
-
-
-def refuse_replica_differences(differences: str) -> None:
-    """Raise RanksDisagreeError with the `differences` in words: tensors or settings, and the ranks."""
-    raise RanksDisagreeError(
-        f"{differences}, where these ranks should hold the same, and on_difference='raise'; nothing was committed. "
-        "Average or broadcast them before the save, or save with on_difference='warn', which takes the first rank's"
-    )
 
 
 def store_differences(parts: Sequence[Part], differing: Differences) -> list[Part]:

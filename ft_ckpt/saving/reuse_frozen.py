@@ -15,9 +15,7 @@ from ft_ckpt.checkpoint.open_checkpoint import EarlierCheckpoint, earlier_checkp
 from ft_ckpt.checkpoint.staging import Staging
 from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import CorruptError, TargetError
-from ft_ckpt.formats.file_io import FilePlan
 from ft_ckpt.model.entries import Part
 from ft_ckpt.saving import files
 from ft_ckpt.saving.files import PartPlan, Share
@@ -38,11 +36,6 @@ class Offer:
     digests: tuple[str, ...]
 
 
-def frozen_identities(found: Mapping[str, Source]) -> frozenset[int]:
-    """Identities of the parameters that are not trained."""
-    return frozenset(source.key for source in found.values() if not source.trainable and source.is_parameter)
-
-
 def frozen_names(part: Part, still: frozenset[int], mode: str) -> frozenset[str]:
     """Stored names of `part` that go into files of their own: those made of `still` tensors only, if that pays."""
     if mode == "off" or not still or part.kind not in ("model", "module"):
@@ -56,12 +49,13 @@ def frozen_names(part: Part, still: frozenset[int], mode: str) -> frozenset[str]
 
 def frozen_shares(plans: Iterable[PartPlan], world_size: int) -> list[Share]:
     """The division between ranks of the planned files that hold frozen tensors only."""
-
-    def is_frozen(file: FilePlan, plan: PartPlan) -> bool:
-        return bool(file.layout.specs) and plan.separate.issuperset(spec.name for spec in file.layout.specs)
-
-    chosen = [replace(plan, files=tuple(file for file in plan.files if is_frozen(file, plan))) for plan in plans]
-    return files.divide_files([plan for plan in chosen if plan.files], world_size)
+    chosen = []
+    for plan in plans:
+        filled = (file for file in plan.files if file.layout.specs)
+        frozen = tuple(file for file in filled if plan.separate.issuperset(spec.name for spec in file.layout.specs))
+        if frozen:
+            chosen.append(replace(plan, files=frozen))
+    return files.divide_files(chosen, world_size)
 
 
 def link_candidates(shares: Sequence[Share], staging: Staging, ranks: Ranks, gathers: bool) -> dict[str, Offer]:
@@ -97,9 +91,8 @@ def equal_files(
     for share in shares:
         offer = offers.get(share.file.path)
         if offer is not None:
-            mine[share.file.path] = files.digest_own_bytes(
-                share.for_rank_0() if offer.ranks == 1 else share, ranks, bucket_bytes
-            )
+            as_written = share if offer.ranks > 1 else replace(share, cuts=(None,) * len(share.cuts), ranks=1)
+            mine[share.file.path] = files.digest_own_bytes(as_written, ranks, bucket_bytes)
 
     def equal_to_offers(values: Values) -> dict[str, str]:
         found = {}
@@ -125,12 +118,6 @@ def place_equal_files(shares: Sequence[Share], taken: Mapping[str, str], store: 
             records.append(FileRecord(path, size_bytes, taken[path], cuts, size, linked=True, etag=etag))
     store.delete(each.name for each in store.list_folder().objects if each.name.startswith(_LINK))
     return records
-
-
-def without_linked(plans: Sequence[PartPlan], taken: Iterable[str]) -> tuple[PartPlan, ...]:
-    """The plans without the files that are `taken`."""
-    have = set(taken)
-    return tuple(replace(one, files=tuple(file for file in one.files if file.path not in have)) for one in plans)
 
 
 def _is_comparable(record: FileRecord, share: Share, ranks: Ranks, gathers: bool) -> bool:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from ft_ckpt.training.choose import refuse_replacing
 from ft_ckpt.training.items import model_sources
 from ft_ckpt.training.run import TrainingRun
 from ft_ckpt.training.signals import exit_code
+from ft_ckpt.transfer.push import wait_for_pushes, warn_of_unpushed
 from ft_ckpt.transfer.sync import LONGEST_EXIT_SECONDS, UploadTerms
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ class RunSaves:
     places: RunPlaces
     tokenizer: Any
     is_rehearsal: bool
-    follow_up: FollowUp = field(default_factory=FollowUp)
+    follow_up: FollowUp
     is_closed: bool = False
 
     def close(self) -> None:
@@ -166,9 +167,11 @@ class RunSaves:
         self, *, prunes: bool = False, push_to: str | Place | None = None, base_id: str | None = None
     ) -> AfterSave:
         """The follow-up of a save that is made now."""
-        prune, terms = self._make_pruner() if prunes else None, self._upload_terms()
-        leads = self._current_ranks().leads
-        return self.follow_up.plan(leads, prune=prune, terms=terms, push_to=push_to, base_id=base_id)
+        leads, prune = self._current_ranks().leads, None
+        if prunes:
+            directory = self.places.target if leads else None
+            prune = partial(prune_after_save, directory, self.run.config.keep, self.run.run_id, self._protected_paths())
+        return self.follow_up.plan(leads, prune=prune, terms=self._upload_terms(), push_to=push_to, base_id=base_id)
 
     def upload_leftovers(self) -> None:
         """Upload checkpoints that earlier processes have left in the staging folder."""
@@ -186,7 +189,7 @@ class RunSaves:
             elif self.follow_up.uploads is not None:
                 self.follow_up.uploads.warn_of_left()
         finally:
-            self.follow_up.end_pushes(wait=wait)
+            (wait_for_pushes if wait else warn_of_unpushed)(self.follow_up.pushes)
 
     def _finish_uploads(self, seconds: float | None = None) -> None:
         """Wait on all ranks for rank 0's uploads. After `seconds`, warn of those that are left."""
@@ -211,10 +214,6 @@ class RunSaves:
                 raise
             warn(f"step {self.run.step}: no checkpoint was made, training goes on: {error}", stacklevel=5)
             return None
-
-    def _make_pruner(self) -> Callable[[Place], None]:
-        directory = self.places.target if self._current_ranks().leads else None
-        return partial(prune_after_save, directory, self.run.config.keep, self.run.run_id, self._protected_paths())
 
     def _protected_paths(self) -> tuple[Place, ...]:
         return () if self.run.resumed_from is None else self.places.beside(self.run.resumed_from)

@@ -7,7 +7,6 @@ one writer, which gathers its tensors. Otherwise rank 0 writes all files.
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -21,11 +20,11 @@ from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.gather import are_equal
 from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.distributed.source import Source
-from ft_ckpt.errors import CorruptError, IncompleteError
+from ft_ckpt.errors import CorruptError, IncompleteError, listing
 from ft_ckpt.formats.file_io import FilePlan, write_file
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.saving import files, reuse_frozen
-from ft_ckpt.saving.files import FiniteCheck, GatherWay, PartPlan, file_turns
+from ft_ckpt.saving.files import GatherWay, PartPlan, file_turns
 from ft_ckpt.saving.plan import SavePlan, SaveRequest
 from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.storage.digests import FileRecord, record_of
@@ -46,11 +45,6 @@ class StagedSave:
     files: tuple[FileRecord, ...] = ()  # already written
     offers: Mapping[str, Offer] = field(default_factory=dict)  # earlier files that frozen ones may equal, by path
 
-    @property
-    def shared_url(self) -> str | None:
-        """The folder in which ranks may write files together, if there is one."""
-        return self.staging.store.url if self.staging and isinstance(self.staging.store, SharedStore) else None
-
 
 def prepare_stage(
     request: SaveRequest, plan: SavePlan, ranks: Ranks, config: SaverConfig, tries: int, changed: frozenset[str]
@@ -70,7 +64,11 @@ def prepare_stage(
         access=request.access,
     )
     try:
-        offers = _find_offers(request, plan.plans, ranks, config, opened, changed)
+        offers: dict[str, Offer] = {}
+        if config.reuse_frozen != "off" and config.nonfinite != "raise" and not request.state_dict_given:
+            shares = reuse_frozen.frozen_shares(plan.plans, ranks.size)
+            shares = [share for share in shares if share.file.path not in changed]
+            offers = reuse_frozen.link_candidates(shares, opened, ranks, config.each_rank_writes != "on")
         files = [file for one in plan.plans for file in one.files]
         total = sum(file.layout.size_bytes for file in files if file.path not in offers)
         prune.ensure_space(
@@ -93,20 +91,6 @@ def prepare_stage(
 def saver_tuning(config: SaverConfig) -> WriteTuning:
     """The tuning of the writer from the settings."""
     return tuning_for(config.io_threads, config.direct_io, config.io_block_bytes)
-
-
-def _find_offers(
-    request: SaveRequest,
-    plans: Sequence[PartPlan],
-    ranks: Ranks,
-    config: SaverConfig,
-    opened: Staging,
-    changed: frozenset[str],
-) -> dict[str, Offer]:
-    if request.state_dict_given or config.reuse_frozen == "off" or config.nonfinite == "raise":  # checks all values
-        return {}
-    shares = [share for share in reuse_frozen.frozen_shares(plans, ranks.size) if share.file.path not in changed]
-    return reuse_frozen.link_candidates(shares, opened, ranks, config.each_rank_writes != "on")
 
 
 _PROBE = ".ft_ckpt-probe"
@@ -153,7 +137,8 @@ class SaveJob:
     @property
     def unlinked_plans(self) -> tuple[PartPlan, ...]:
         """The plans of the files that are not reused."""
-        return reuse_frozen.without_linked(self.plan.plans, self.taken)
+        plans = self.plan.plans
+        return tuple(replace(one, files=tuple(f for f in one.files if f.path not in self.taken)) for one in plans)
 
 
 def write_tensors(job: SaveJob) -> dict[str, Any]:
@@ -199,8 +184,8 @@ def _write_whole_files(job: SaveJob, untied: list[tuple[Source, Source]]) -> lis
     ranks, config, writers = job.ranks, job.config, _choose_writers(job)
     files = [(one, file) for one in job.unlinked_plans for file in one.files]
     mine = [file for _, file in files if writers[file.path] == ranks.rank]
-    check = FiniteCheck() if config.nonfinite == "raise" else None
-    way = GatherWay(job.ranks, config.bucket_bytes, check=check)
+    nonfinite: set[str] | None = set() if config.nonfinite == "raise" else None
+    way = GatherWay(job.ranks, config.bucket_bytes, nonfinite=nonfinite)
     store = job.request.target.folder if job.staging is None else job.staging.store
     if ranks.leads:
         _refuse_untied(untied)
@@ -208,9 +193,12 @@ def _write_whole_files(job: SaveJob, untied: list[tuple[Source, Source]]) -> lis
     total = sum(file.layout.size_bytes for file in mine)
     few = total if isinstance(store, LocalStore) else None
     with Writer(saver_tuning(config), few) as writer, track_progress(total, "saving", ranks.shows) as track:
-        written = list(_write_own_files(mine, regions, partial(_write_tracked, track, store, writer)))
-    if check is not None:
-        check.raise_if_found()
+        written = list(_write_own_files(mine, regions, lambda file, own: write_file(file, track(own), store, writer)))
+    if nonfinite:
+        raise IncompleteError(
+            f"{listing(sorted(nonfinite), ', ')}: NaN or infinity in {len(nonfinite)} tensor(s), and "
+            "nonfinite='raise'; nothing is committed, the earlier checkpoint is untouched"
+        )
     return written
 
 
@@ -267,16 +255,6 @@ def _write_own_files(
         path, group = next(groups, ("", None))
 
 
-def _write_tracked(
-    track: Callable[[Iterator[Region]], Iterator[Region]],
-    store: Store,
-    writer: Writer,
-    file: FilePlan,
-    regions: Iterator[Region],
-) -> FileRecord:
-    return write_file(file, track(regions), store, writer)
-
-
 def _divide_between_ranks(job: SaveJob) -> list[files.Share] | None:
     """The division of files between ranks, if that pays and all see the stage; None: one writer a file. Collective."""
     config = job.config
@@ -287,7 +265,8 @@ def _divide_between_ranks(job: SaveJob) -> list[files.Share] | None:
     if stage is None or job.state_dict:
         return None
     shares = files.divide_files(job.unlinked_plans, job.ranks.size)
-    if config.each_rank_writes == "auto" and not files.is_worth_sharing(shares):
+    own_bytes = sum(cut.stop - cut.start for share in shares for cut in share.actual_cuts)
+    if config.each_rank_writes == "auto" and own_bytes < files.LEAST_BYTES:
         return None
     probed = LocalStore(Path(stage))
     return shares if job.shared.is_seen_by_all(LocalStore(probed.folder.parent), job.ranks, probed=probed) else None
@@ -303,18 +282,14 @@ def all_ranks_see(store: Store, ranks: Ranks) -> bool:
     _, error = try_action(lambda: store.write(name, token.encode()) if ranks.leads else None)
     probe = ranks.agree("the files of save()", {"folder": store.url, "name": name, "token": token}, error).told
     there = LocalStore(Path(probe["folder"])) if isinstance(store, LocalStore) else store
-    sees = {"sees": _has_probe(there, probe["name"], probe["token"])}
+    try:
+        sees = {"sees": there.read(probe["name"]) == probe["token"].encode()}
+    except CorruptError:  # absent, or another file
+        sees = {"sees": False}
     all_see = ranks.agree("the look at the files of save()", sees, decide=lambda values: all(v["sees"] for v in values))
     if ranks.leads:
         store.delete([name])
     return bool(all_see.told)
-
-
-def _has_probe(store: Store, name: str, token: str) -> bool:
-    try:
-        return store.read(name) == token.encode()
-    except CorruptError:  # absent, or another file
-        return False
 
 
 def _write_on_all_ranks(job: SaveJob, shares: list[files.Share], untied: list[tuple[Source, Source]]) -> list[str]:

@@ -218,7 +218,7 @@ def test_training_goes_on_where_failures_are_warned_of(tmp_path, failing):
     _model, _optimizer, saver = stamped(tmp_path, every=every, on_failure="warn")
     failing.set()
     saver.step({"loss": 1.0})
-    saver._pending._worker.join()
+    saver._pending._worker.thread.join()
     failing.clear()
     with pytest.warns(UserWarning, match="no space left"):
         saver.step({"loss": 2.0})
