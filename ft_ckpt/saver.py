@@ -70,7 +70,7 @@ class CheckpointSaver:
             # A template takes its tokens from the tokenizer, which may only come with the call of save().
             check_companions(wrappers.unwrap(model), tokenizer, self.config.chat_template_name if tokenizer else None)
         self._run = TrainingRun(accelerator, self.config)
-        self._epochs: int | None = None  # that `remaining` was asked for
+        self._epochs: int | None = None  # argument of `remaining`
         self._pending = BackgroundSaver(self._run)
         follow_up, is_rehearsal = make_follow_up(on_saved, self._places, self.config), self._rehearsal is not None
         self._saves = RunSaves(self._run, self._pending, self._places, tokenizer, is_rehearsal, follow_up)
@@ -260,9 +260,9 @@ class CheckpointSaver:
         return self._saves.save(None, config, path, counted, adapter_only, dict(extra_files or {}))
 
     def wait(self) -> SaveReport | None:
-        """Wait for the save in the background, if there is one, and give its report; on every rank.
+        """Wait for the save in the background and return its report, or None without one; on every rank.
 
-        Raises what that save would have raised. Once is enough: it is over then.
+        Raises the error of that save, once.
         """
         return self._pending.wait_for_save()
 
@@ -270,30 +270,34 @@ class CheckpointSaver:
     def resume(
         self, checkpoint: str | Path | Place | bool | None = "auto", *, allow: Iterable[str] | bool = (), **objects: Any
     ) -> Progress:
-        """Put the run back to where a checkpoint was made, and say how far it is; on every rank.
+        """Restore the run from a checkpoint and return its progress; on every rank.
 
-        `checkpoint`: "auto" (also "latest", True, None), the newest of the run that is whole, in `directory` or staged,
-        or a fresh start if there is none; "must", the newest, or an error; "never" (also False), a fresh start; or one
-        by its name or path, or the path of a folder of Accelerate's `save_state`. The newest is of the newest run
-        there, however far others got. `objects` are registered first. `progress.report` lists what became of each item,
-        none on a fresh start; those named in `allow` (True: any) may be absent or fail. What the checkpoint does not
-        have is dropped: state of optimizers, gradients. A run taken back to one of its own older checkpoints goes on as
-        a run of its own, which may replace what came after that.
+        `checkpoint`: "auto" (also "latest", True, None), the newest whole one of the run, in `directory` or staged, or
+        a fresh start if there is none; "must", the newest, or an error; "never" (also False), a fresh start; or one by
+        its name or path, or the path of a folder of Accelerate's `save_state`. The newest belongs to the newest run in
+        the directory, however far other runs got. `objects` are registered first. `progress.report` lists the outcome
+        of each item, none on a fresh start; items named in `allow` (True: any) may be absent or fail. Optimizer state
+        and gradients that the checkpoint lacks are dropped. A run that is rolled back to one of its own older
+        checkpoints continues as a new run, which may replace the later checkpoints.
 
         Raises LoadError when something was not restored, NotACheckpointError when there is none to resume from,
-        CorruptError naming damaged files and the newest whole checkpoint, RankError when another rank failed. Where
-        parts of the run were overwritten by then, `step`, `remaining` and saves raise LoadError until one succeeds.
+        CorruptError naming damaged files and the newest whole checkpoint, RankError when another rank failed. If parts
+        of the run were overwritten by then, `step`, `remaining` and saves raise LoadError until a resume succeeds.
         """
         self._pending.wait_for_save()
         self.register(**objects)
-        late = not (self._run.has_begun or allow)  # what may stay as it is must not have come from a damaged file
+        late = not (self._run.has_begun or allow)  # items that may stay unrestored must not get data of damaged files
         mode, verify = parse_mode(checkpoint), self.config.verify_resume
         wanted = Wanted(mode, self._places, self.config.client_options, verify, late)
         resume_run(self._run, wanted, self._current_ranks(), allow, library_versions())
         self._saves.upload_leftovers()
-        if self._current_ranks().leads:
-            LOG.info(*_resume_message(self._run.progress, self.directory))
-        return self._run.progress
+        progress, leads = self._run.progress, self._current_ranks().leads
+        if leads and progress.resumed_from is None:
+            LOG.info("a fresh start: nothing was resumed from %s", self.directory)
+        elif leads:
+            name, counts = PurePath(progress.resumed_from or "").name, (progress.step, progress.epoch, progress.batch)
+            LOG.info("resumed from %s (step %d, epoch %d, batch %d)", name, *counts)
+        return progress
 
     def close(self) -> None:
         """End the use of the saver, on every rank; later saves are refused. Waits as `wait` does.
@@ -333,14 +337,6 @@ class CheckpointSaver:
         return current_ranks(self.config.enter_timeout_seconds)
 
 
-def _resume_message(progress: Progress, directory: Path | str | None) -> tuple[Any, ...]:
-    """The log message of a resume: a format and its arguments."""
-    if progress.resumed_from is None:
-        return "a fresh start: nothing was resumed from %s", directory
-    place = PurePath(progress.resumed_from).name, progress.step, progress.epoch, progress.batch
-    return "resumed from %s (step %d, epoch %d, batch %d)", *place
-
-
 def open_savers() -> list[CheckpointSaver]:
-    """The savers of this process that are neither closed nor gone."""
+    """The savers of this process that are neither closed nor garbage-collected."""
     return list(_OPEN)

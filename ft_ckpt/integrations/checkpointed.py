@@ -1,4 +1,4 @@
-"""`Trainer`'s methods that save and resume, on top of ft_ckpt: the base that `checkpointed` adds to a class."""
+"""`Trainer`'s methods for saving and resuming, by ft_ckpt: the base class that `checkpointed` adds."""
 
 import re
 from collections import deque
@@ -50,28 +50,28 @@ class TrainerSettings:
     allow: Iterable[str] | bool
     config: SaverConfig
     on_saved: tuple[SaveHook, ...] = ()
-    has_state: bool = False  # of checkpoints, whatever the Trainer was told about weights alone
+    has_state: bool = False  # checkpoints have training state even with the Trainer's save_only_model
 
 
 class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
-    """`Trainer` with ft_ckpt's saving and resuming. Attributes are mangled, because subclasses have many names."""
+    """`Trainer` with ft_ckpt's saving and resuming. Attributes are mangled, so that they do not clash in subclasses."""
 
     ft_ckpt: TrainerSettings
     __saver: CheckpointSaver | None = None
     __loader: Any = None
-    __path: str | None = None  # of the checkpoint of ours that is resumed from
+    __path: str | None = None  # of the checkpoint of ours to resume from
     __skip = 0  # batches of the first pass that were done, as the Trainer counts
-    __random: rng.State | None = None  # of the moment of the save, until the first batch is read
+    __random: rng.State | None = None  # random state of the save, until the first batch is read
     __pass: tuple[Any, Iterator[Any]] | None = None  # the Trainer's iterator over the data, and ours instead of it
     __mid_step = False
-    __late = False  # a save was asked for in the middle of a step
-    __asks = False  # a subclass is asked what it adds to a checkpoint
+    __late = False  # a save was requested in the middle of a step
+    __collects = False  # the files that a subclass adds to a checkpoint are being collected
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, from a checkpoint that is whole."""
+        """Train, from a whole checkpoint."""
         wanted = wanted_of(resume_from_checkpoint)
         directory, deep = Path(self.args.output_dir), self.ft_ckpt.config.verify_resume
-        # Verified once more when its files are held open, which may be others by then.
+        # Verified again when its files are opened, which may have been replaced by then.
         chosen = chosen_by(self.__current_ranks(), wanted, directory, deep) if wanted else ChosenCheckpoint()
         self.__path = chosen.path if chosen.is_ours else None
         with temporary_store() as room:
@@ -96,7 +96,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         self.add_callback(_StepWatch(self))
 
     def ft_ckpt_step_ended(self) -> bool:
-        """Note that no step is under way; whether a save is overdue."""
+        """Note the end of a step; return whether a save was requested within it."""
         late, self.__late, self.__mid_step = self.__late, False, False
         return late
 
@@ -121,24 +121,22 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     def __resume_run(self, saver: CheckpointSaver, path: Any) -> None:
         progress = saver.resume(path, allow=self.ft_ckpt.allow)
         if progress.batch and not self.__skip and not self.args.ignore_data_skip:
-            deque(
-                saver.remaining(self.__loader), 0
-            )  # saved at the end of a pass, which ends now: nothing is left of it
+            deque(saver.remaining(self.__loader), 0)  # saved at the end of a pass: ends it, without a batch
         self.__random = rng.capture_generators()
 
     def __begin_pass(self) -> Iterator[Any]:
         assert self.__saver is not None
         batches, skip = self.__saver.remaining(self.__loader), self.__skip if self.__path is None else 0
         self.__skip = 0
-        if self.__random is not None:  # what came since the resume (callbacks, an evaluation) may have drawn some
+        if self.__random is not None:  # callbacks or an evaluation since the resume may have drawn random numbers
             rng.restore_generators(self.__random)
             self.__random = None
-        for _ in range(skip):  # resumed the Trainer's way: it puts the random state back after the first batches
+        for _ in range(skip):  # the Trainer's own resume restores the random state after the first batches
             next(batches, None)
         return batches
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
-        if self.__path is None:  # ours are read when the model is wrapped and the optimizer made
+        if self.__path is None:  # ours are read once the model is wrapped and the optimizer made
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_rng_state(self, checkpoint: Any) -> None:
@@ -154,7 +152,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         return None
 
     def __agree_on_best(self) -> None:
-        """Take rank 0's word for where the best model is: others may not see it."""
+        """Take the place of the best model from rank 0: other ranks may not see it."""
         mine = {"path": self.state.best_model_checkpoint}
         agreed = self.__current_ranks().agree("the place of the best model", mine)
         self.state.best_model_checkpoint = agreed.told["path"]
@@ -163,7 +161,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         return current_ranks(self.ft_ckpt.config.enter_timeout_seconds)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        # With a limit of 1 the Trainer would delete here whatever is called like a checkpoint, the newest one too.
+        # With a limit of 1 the Trainer would delete all folders named like checkpoints here, the newest one too.
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             return super()._finalize_training(*args, **kwargs)
@@ -171,7 +169,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             self.args.save_total_limit = limit
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if self.__mid_step:  # asked for by a callback: the data is ahead of the weights until the step is done
+        if self.__mid_step:  # requested by a callback: the data is ahead of the weights until the step is done
             self.__late, self.control.should_training_stop = True, False
             return
         if self.hp_search_backend is None and trial is None:
@@ -186,12 +184,13 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             prune_older(folder, target, best, limit, self.ft_ckpt.keep)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the weights, as what may be loaded and not resumed from."""
-        if self.__asks:
+        """Save the weights, to be loaded, without training state."""
+        if self.__collects:
             super().save_model(output_dir, _internal_call=True)
             return
-        # As in Trainer: of a model that each rank holds whole, the main process saves, and nobody waits for it.
-        together = self.is_fsdp_enabled or self.is_deepspeed_enabled or _is_sharded(self.model_wrapped)
+        # As in Trainer: if each rank has the whole model, the main process saves, and the others do not wait.
+        is_sharded = any(map(is_distributed, self.model_wrapped.parameters()))
+        together = self.is_fsdp_enabled or self.is_deepspeed_enabled or is_sharded
         if together or self.args.should_save:
             with nullcontext() if together else by_itself():
                 self.__save_weights(Path(output_dir or self.args.output_dir))
@@ -207,7 +206,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Save the weights to the output folder, and push them; a PushReport, or its future without `blocking`."""
+        """Save the weights to the output folder and push them; returns a PushReport, without `blocking` its future."""
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, **({} if private is None else {"private": private}))
@@ -217,11 +216,11 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         return push_saved(self, commit_message, kwargs, blocking=blocking, token=token, revision=revision)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if not self.__asks:
+        if not self.__collects:
             super()._save(output_dir, state_dict)
 
     def __save_weights(self, target: Path) -> None:
-        """The model, or its adapters, as what may be loaded: without the training state."""
+        """Save the model, or its adapters, without training state."""
         saver = self.__saver or self.__make_saver(None)
         saver.save(
             self.model_wrapped,
@@ -234,16 +233,16 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         )
 
     def __added_files(self) -> dict[str, bytes]:
-        """What a subclass writes beside the weights, from its own `save_model` or `_save`, on all ranks; by path."""
+        """The files that a subclass adds in its own `save_model` or `_save`, on all ranks, by path."""
         method = next((name for name in ("save_model", "_save") if overrides_method(type(self), name)), None)
         if method is None:
             return {}
         with temporary_store() as room:
-            self.__asks = True
+            self.__collects = True
             try:
                 _, error = try_action(lambda: self.save_model(room.url, _internal_call=True))
             finally:
-                self.__asks = False
+                self.__collects = False
             found = added_files(room.folder)
         weights = [path for path in found if _WEIGHTS.fullmatch(path)]
         if weights:
@@ -272,7 +271,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             adapters = has_adapters(wrappers.unwrap(self.model_wrapped))
             self.__saver.save(self.model_wrapped, target, adapter_only=adapters, step=step, **given)
         else:
-            # A pass may have been broken off in the middle of a step, whose gradients the Trainer keeps nowhere either.
+            # A pass may have been interrupted within a step, whose gradients the Trainer does not keep either.
             self.accelerator.gradient_state._set_sync_gradients(True)
             self.__saver.step(step=step)
             self.__saver.save_state(path=target, **given)
@@ -284,7 +283,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
 
 class _StepWatch(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Tells a trainer when a step is complete: a save that was requested within the step is made then."""
+    """Makes a save that was requested within a step at the end of the step."""
 
     def __init__(self, trainer: Checkpointed) -> None:
         self._trainer = trainer
@@ -303,7 +302,3 @@ _BASE = (Trainer, Checkpointed)
 def overrides_method(kind: type, method: str) -> bool:
     """Whether a class between `Trainer` and `kind` has a `method` of its own."""
     return any(method in vars(each) for each in kind.__mro__ if issubclass(each, Trainer) and each not in _BASE)
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(is_distributed(tensor) for tensor in model.parameters())

@@ -3,9 +3,9 @@
     trainer = Trainer(callbacks=[LightningCheckpoint("runs/sft", every=500, keep=3)])
     trainer.fit(module, data)  # from the newest checkpoint that is whole, or a fresh start
 
-A save is made when the next batch is asked for. Then all that belongs to the last one is over (validation, schedulers,
-counters), which no hook of Lightning's is called at. What is left of an epoch is done after a resume as it would have
-been. Lightning's `ModelCheckpoint` is not needed, and not added where this is.
+A save is made when the next batch is requested. Only then everything of the last one is done (validation, schedulers,
+counters); Lightning has no hook at this point. After a resume the rest of an epoch is the same as in an uninterrupted
+run. Lightning's `ModelCheckpoint` is not needed, and not added beside this callback.
 """
 
 import importlib
@@ -29,31 +29,39 @@ from ft_ckpt.saving.follow_up import SaveHook, hooks_of
 from ft_ckpt.training import rng
 from ft_ckpt.training.data_position import DataPosition
 
-_OURS = ("state_dict", "optimizer_states", "lr_schedulers")  # kept under names of tensors, not as Lightning has them
-_ARGUMENTS = "hyper_parameters"  # of the module's constructor, any objects: nothing that a resume needs
+_OURS = ("state_dict", "optimizer_states", "lr_schedulers")  # stored by ft_ckpt itself
+_ARGUMENTS = "hyper_parameters"  # arguments of the module's constructor: any objects, not needed by a resume
 _EPOCH, _BATCH = "epoch_progress", "epoch_loop.batch_progress"
 
 
 class LightningState:
-    """All that Lightning's own checkpoint has beside tensors of the model: loops, callbacks, data module, precision,
-    and what hooks add to it.
+    """Lightning's own checkpoint without the model's tensors: loops, callbacks, data module, precision, and values
+    added by hooks.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.is_over = False  # whether training has come to its end
+        self.is_over = False  # training has ended
 
     def state_dict(self) -> dict[str, Any]:
-        """The values of this moment. Raises SelectionError for hooks that store other weights than the live ones."""
+        """The current values. Raises SelectionError for hooks that store other weights than the live ones."""
         made = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        self._refuse_others(made["state_dict"])
+        live = self._trainer.lightning_module.state_dict(keep_vars=True)
+        stored = made["state_dict"].items()
+        others = [n for n, one in stored if n not in live or one.data_ptr() != live[n].data_ptr()]
+        if others:
+            raise SelectionError(
+                f"{listing(others, ', ')}: put into the checkpoint's state_dict by an on_save_checkpoint of the module "
+                "or a callback; the live weights are what ft_ckpt saves. Leave state_dict alone there, or use another "
+                "callback"
+            )
         kept = {name: value for name, value in made.items() if name not in _OURS and _ARGUMENTS not in name}
         if self.is_over:
             kept["loops"]["fit_loop"] = _as_if_not_over(kept["loops"]["fit_loop"], self._trainer.is_last_batch)
         return {**kept, "metrics": dict(self._trainer.callback_metrics)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give everything back, by Lightning's own functions."""
+        """Restore the values by Lightning's own functions."""
         connector, module = self._trainer._checkpoint_connector, self._trainer.lightning_module
         connector._loaded_checkpoint = {**state, "state_dict": module.state_dict()}
         try:
@@ -66,22 +74,12 @@ class LightningState:
             connector._loaded_checkpoint = {}
         self._trainer._logger_connector._callback_metrics.update(state["metrics"])
 
-    def _refuse_others(self, stored: Mapping[str, Any]) -> None:
-        live = self._trainer.lightning_module.state_dict(keep_vars=True)
-        others = [n for n, one in stored.items() if n not in live or one.data_ptr() != live[n].data_ptr()]
-        if others:
-            raise SelectionError(
-                f"{listing(others, ', ')}: put into the checkpoint's state_dict by an on_save_checkpoint of the module "
-                "or a callback; the live weights are what ft_ckpt saves. Leave state_dict alone there, or use another "
-                "callback"
-            )
-
 
 class FedLoader:
-    """A training data loader whose place is the saver's to know; everything else is the loader's own."""
+    """Proxy of a training data loader that yields the batches of `place`; everything else is the loader's own."""
 
     def __init__(self, loader: Any, place: DataPosition, before_batch: Callable[[], None]) -> None:
-        """`before_batch` is called whenever the trainer asks for a batch, before it is read."""
+        """`before_batch` is called whenever the trainer requests a batch, before it is read."""
         self.__dict__.update(_loader=loader, _place=place, _before_batch=before_batch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -99,15 +97,15 @@ class FedLoader:
             yield batch
 
     def end_pass(self) -> None:
-        """Leave the pass that was begun."""
+        """End the current pass."""
         self._place.end_pass()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: Lightning takes a loader that has state for one that can be resumed."""
+        """Empty: Lightning assumes that a loader with state can be resumed."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What a checkpoint of Lightning's own says of the loader, if it is begun from."""
+        """Pass on the state in a checkpoint of Lightning's own, if the run starts from one."""
         if state:
             self._loader.load_state_dict(state)
 
@@ -115,7 +113,7 @@ class FedLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # not there yet: this object is being copied
+        if name == "_loader":  # absent while this object is being copied
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -124,9 +122,9 @@ class FedLoader:
 
 
 def _as_if_not_over(fit_loop: Mapping[str, Any], epoch_is_whole: bool) -> dict[str, Any]:
-    """The state of the loops for a run that may go on for longer than it was to.
+    """The state of the loops for a run that may be continued with a higher limit.
 
-    Lightning counts an epoch that a limit of steps has cut short as done; and one that is whole as if it could go on.
+    Lightning counts an epoch that a limit of steps cut short as completed, and a completed one as unfinished.
     """
     epoch, batch = fit_loop[_EPOCH], fit_loop[_BATCH]
     if epoch_is_whole:
@@ -142,7 +140,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _checkpoint_classes() -> tuple[type, ...]:
-    """What a trainer knows callbacks by that save checkpoints: of the packages that are used, else of all there are."""
+    """The base classes by which a trainer recognizes checkpoint callbacks: of the imported packages, else of all."""
     used = [name for name in _PACKAGES if name in sys.modules]
     there = used or [name for name in _PACKAGES if find_spec(name.partition(".")[0]) is not None] or _PACKAGES
     return tuple(importlib.import_module(f"{name}.callbacks").Checkpoint for name in there)
@@ -151,15 +149,15 @@ def _checkpoint_classes() -> tuple[type, ...]:
 _Base: Any = type("_Base", _checkpoint_classes(), {})
 
 
-class LightningCheckpoint(_Base):  # type: ignore[misc]  # which classes it is of is known when it is imported
-    """Saves a Lightning run to `directory` and resumes it; one for one trainer, on a single device or under DDP.
+class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are known at import time
+    """Saves a Lightning run to `directory` and resumes it; one per trainer, on a single device or under DDP.
 
     The folder holds the weights of the `attribute` of the LightningModule; None: the one Hugging Face or PEFT model in
-    it, if there is one; "": the whole module. All else the run has is kept with its state. `every` is in steps of
+    it, if there is one; "": the whole module. Everything else is part of the training state. `every` is in steps of
     Lightning's `global_step`, and its metrics are the trainer's `callback_metrics`. `resume` and `allow` are those of
     `CheckpointSaver.resume`, `replay` is that of `remaining`; `tokenizer`, `on_saved` and `settings` are the saver's.
 
-    Raises ConfigError for settings that cannot work, and when training starts for a strategy that is not supported.
+    Raises ConfigError for invalid settings, and when training starts for a strategy that is not supported.
     """
 
     def __init__(
@@ -182,21 +180,21 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # which classes it is o
         self._saver: CheckpointSaver | None = None
         self._loaders: list[FedLoader] = []
         self._state: LightningState | None = None
-        self._step = 0  # that the saver has heard of
-        self._random: rng.State | None = None  # of the moment of the save, until the first batch is read
-        self._limit: Any = None  # of batches to validate with, until then
-        self._handlers: Mapping[int, Any] = {}  # of signals: the saver's
+        self._step = 0  # last step reported to the saver
+        self._random: rng.State | None = None  # random state of the save, until the first batch is read
+        self._limit: Any = None  # the trainer's limit_val_batches, until then
+        self._handlers: Mapping[int, Any] = {}  # the saver's signal handlers
 
     @property
     def best_model_path(self) -> str:
-        """No file of Lightning's is the best one: raises ConfigError saying what there is."""
+        """Raises ConfigError: Lightning cannot load folders of ft_ckpt."""
         raise ConfigError(
             f"ckpt_path='best': {self._directory} has folders of ft_ckpt, which Lightning does not read; pass the "
             "module, with the weights of ft_ckpt.best(directory, metric) if not with those it has"
         )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Resume, once the strategy has set everything up."""
+        """Resume, after the strategy has set up model and optimizers."""
         if trainer.fast_dev_run:
             return
         _refuse_strategy(trainer)
@@ -211,17 +209,20 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # which classes it is o
         self._saver = CheckpointSaver(
             None, self._directory, tokenizer=self._tokenizer, config=config, on_saved=self._on_saved
         )
-        # Lightning's own come over those there are and would end the run before it is saved: see on_train_start.
+        # Lightning sets its own handlers later, which would end the run before it is saved: see on_train_start.
         self._handlers = {n: one for n, one in _handlers_of(config.every).items() if one != before[n]}
         _set_handlers({number: before[number] for number in self._handlers})
         self._state = LightningState(trainer)
-        self._saver.register(model=trainer.strategy.model, **_named_objects(trainer), lightning=self._state)
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        series = {"optimizer": trainer.optimizers, "scheduler": schedulers}
+        objects = {f"{kind}_{n}" if n else kind: one for kind, some in series.items() for n, one in enumerate(some)}
+        self._saver.register(model=trainer.strategy.model, **objects, lightning=self._state)
         self._feed(trainer)
         if self._saver.resume(self._resume, allow=self._allow).resumed_from is not None:
             self._random = rng.capture_generators()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take back the signals, and let no validation be due that was done before the save."""
+        """Set the saver's signal handlers again, and skip the validation that was done before the save."""
         if self._saver is None:
             return
         _set_handlers(self._handlers)
@@ -240,19 +241,19 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # which classes it is o
         self._saver.close()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Let go of the trainer, also of one that had nothing to do."""
+        """Release the trainer, even if it had nothing to do."""
         if self._saver is not None:
             self._saver.close()
         self._forget(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Let go of the trainer without saving."""
+        """Release the trainer without saving."""
         if self._saver is not None:
             self._saver.__exit__(type(exception), exception, exception.__traceback__)
         self._forget(trainer)
 
     def _feed(self, trainer: Any) -> None:
-        """Have the trainer read its training data through the saver: a strategy may wrap what it reads."""
+        """Let the trainer read its training data through the saver, by the strategy's hook that wraps loaders."""
         strategy = trainer.strategy
         plain, saver = strategy.process_dataloader, self._saver
 
@@ -268,13 +269,13 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # which classes it is o
         strategy.process_dataloader = process_dataloader
 
     def _before_batch(self, trainer: Any) -> None:
-        """All of the last batch is over, and nothing of the next has begun."""
+        """Called between two batches: the last one is completed, the next not started."""
         if self._random is None:
             self._note_step(trainer)
             return
         trainer.limit_val_batches = self._limit
-        trainer.fit_loop.on_iteration_done()  # goes on as one that was never interrupted
-        rng.restore_generators(self._random)  # what came since the resume may have drawn some
+        trainer.fit_loop.on_iteration_done()  # as in an uninterrupted run
+        rng.restore_generators(self._random)  # callbacks since the resume may have drawn random numbers
         self._random = None
 
     def _note_step(self, trainer: Any) -> None:
@@ -291,7 +292,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # which classes it is o
 
 
 def _refuse_strategy(trainer: Any) -> None:
-    """Raise ConfigError for a strategy that cuts the model up, or hides it."""
+    """Raise ConfigError for a strategy that shards or hides the model."""
     model = trainer.strategy.model
     is_whole = model is trainer.lightning_module or isinstance(model, DistributedDataParallel)
     if not is_whole or any(map(is_distributed, model.parameters())):
@@ -302,7 +303,7 @@ def _refuse_strategy(trainer: Any) -> None:
 
 
 def _refuse_unsized(loader: Any, limit: Any) -> None:
-    """Raise ConfigError for a loader of which Lightning reads a batch ahead, to see where the epoch ends."""
+    """Raise ConfigError for a loader without length: Lightning reads a batch ahead to find the end of the epoch."""
     try:
         len(loader)
     except (TypeError, NotImplementedError):
@@ -326,13 +327,6 @@ def _saved_attribute(module: Any) -> str:
             "holds: attribute='...', or attribute='' for the whole module"
         )
     return found[0] if found else ""
-
-
-def _named_objects(trainer: Any) -> dict[str, Any]:
-    """The optimizers and schedulers of a run, by names that are theirs by number."""
-    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    series = {"optimizer": trainer.optimizers, "scheduler": schedulers}
-    return {f"{name}_{n}" if n else name: one for name, some in series.items() for n, one in enumerate(some)}
 
 
 def _handlers_of(every: Every | None) -> dict[int, Any]:

@@ -32,8 +32,8 @@ def save_with_accelerate(
 
     `use_lora` saves the adapter only. `model_attribute_to_save` names the submodel to save, such as PPO's "policy".
     With "olmo" in `chat_template_name` the two EOS ids of that template go to the generation config; otherwise they
-    are the tokenizer's. Unlike theirs, the live model is not changed, and the ids go to the submodel that is saved, not
-    to the wrapper around it. Raises the errors of `CheckpointSaver.save`.
+    are the tokenizer's. Unlike open-instruct's function, it does not change the live model, and the ids go to the
+    submodel that is saved, not to the wrapper around it. Raises the errors of `CheckpointSaver.save`.
     """
     with ft_ckpt.CheckpointSaver(accelerator) as saver:
         saver.save(
@@ -55,7 +55,8 @@ def get_last_checkpoint(folder: str, incomplete: bool = False) -> str | None:
     steps = [name for name in names if name.startswith("step_")]
     chosen = steps or [name for name in names if name.startswith("epoch_")]
     if not incomplete:
-        chosen = [name for name in chosen if _is_complete(LocalStore(Path(folder, name)))]
+        stores = {name: LocalStore(Path(folder, name)) for name in chosen}
+        chosen = [name for name in chosen if any(stores[name].stat(mark) for mark in (_MARKER, MANIFEST_NAME))]
     numbered = [name for name in chosen if _folder_number(name) is not None]
     if not numbered:
         return None
@@ -68,31 +69,25 @@ def clean_last_n_checkpoints(output_dir: str, keep_last_n_checkpoints: int) -> N
 
     A negative number keeps all. Folders without a number are left alone. Raises FileNotFoundError as above.
     """
-    folders = [each for each in _entries(output_dir) if isinstance(each, Folder) and _is_checkpoint(each.name)]
+    folders = [each for each in _entries(output_dir) if isinstance(each, Folder)]
+    folders = [each for each in folders if each.name.startswith(("step_", "epoch_"))]
+    folders = [each for each in folders if _folder_number(each.name) is not None]
     folders.sort(key=lambda each: _folder_order(each.name))
     if keep_last_n_checkpoints < 0:
         return
     for each in folders[: max(0, len(folders) - keep_last_n_checkpoints)]:
         path = Path(output_dir, each.name)
         LOG.info("removing checkpoint %s", path)
-        if not each.is_link:  # what it points to is not ours to delete
+        if not each.is_link:  # the target of a link is kept
             _delete_unmarked(path)
 
 
 def _entries(folder: str) -> tuple[Folder | Stored, ...]:
-    """What is in a folder. Raises FileNotFoundError when there is no such folder."""
+    """The entries of a folder. Raises FileNotFoundError when there is no such folder."""
     found = LocalStore(Path(folder)).list_folder()
     if not found.exists:
         raise MissingError(f"{folder}: no such folder; name the one that the script saves to")
     return *found.folders, *found.objects
-
-
-def _is_complete(store: LocalStore) -> bool:
-    return store.stat(_MARKER) is not None or store.stat(MANIFEST_NAME) is not None
-
-
-def _is_checkpoint(name: str) -> bool:
-    return name.startswith(("step_", "epoch_")) and _folder_number(name) is not None
 
 
 def _folder_number(name: str) -> int | None:
@@ -105,7 +100,7 @@ def _folder_order(name: str) -> int:
 
 
 def _delete_unmarked(path: Path) -> None:
-    """Both marks of completeness go first: a deletion that is interrupted leaves nothing that looks whole."""
+    """Delete both marks of completeness first: an interrupted deletion then leaves no folder that looks complete."""
     store = LocalStore(path)
     try:
         store.delete([_MARKER])

@@ -22,9 +22,9 @@ __all__ = ["checkpoint_values", "log_to_accelerate", "log_to_mlflow", "log_to_tr
 
 
 def checkpoint_values(report: SaveReport, prefix: str = "checkpoint/") -> dict[str, float]:
-    """What a tracker draws of a save: its seconds, bytes and tensors; whether it is the best of its run so far.
+    """The values of a save for a tracker: "seconds", "bytes", "tensors", and "is_best" of its run so far.
 
-    The last is 0 or 1, and is there when the run ranks its checkpoints by a metric.
+    The last is 0 or 1, and absent if the run does not rank its checkpoints by a metric.
     """
     found: dict[str, float] = {"seconds": report.seconds, "bytes": report.bytes, "tensors": report.tensors}
     if (is_best := _is_best(report)) is not None:
@@ -33,7 +33,7 @@ def checkpoint_values(report: SaveReport, prefix: str = "checkpoint/") -> dict[s
 
 
 def log_to_accelerate(accelerator: Any, prefix: str = "checkpoint/") -> Callable[[SaveReport], None]:
-    """Log the values of each save to the trackers that `accelerator.init_trackers` has begun."""
+    """Log the values of each save to the trackers that `accelerator.init_trackers` has started."""
 
     def log_values(report: SaveReport) -> None:
         accelerator.log(checkpoint_values(report, prefix), step=report.step)
@@ -42,7 +42,7 @@ def log_to_accelerate(accelerator: Any, prefix: str = "checkpoint/") -> Callable
 
 
 def log_to_trackio(prefix: str = "checkpoint/") -> Callable[[SaveReport], None]:
-    """Log the values of each save to the run that `trackio.init` has begun."""
+    """Log the values of each save to the run that `trackio.init` has started."""
 
     def log_values(report: SaveReport) -> None:
         import trackio
@@ -57,9 +57,9 @@ def log_to_wandb(
 ) -> Callable[[SaveReport], None]:
     """Log each save as a version of a W&B artifact of the type "model".
 
-    `run` defaults to the one that `wandb.init` has begun, `name` of the artifact to "checkpoint-" and the run's id. The
-    training state is in it with `state`. Without `upload` the artifact only refers to the folder. Versions are known as
-    "latest", "step-500" and, where the run ranks its checkpoints, "best". Files are compared with their digests first.
+    `run` defaults to the one that `wandb.init` has started, `name` of the artifact to "checkpoint-" and the run's id.
+    `state` includes the training state. Without `upload` the artifact only refers to the folder. Aliases are "latest",
+    "step-500" and, if the run ranks its checkpoints, "best". Files are compared with their digests first.
     """
 
     def log_artifact(report: SaveReport) -> None:
@@ -80,7 +80,8 @@ def log_to_wandb(
             else:
                 where = report.path
                 artifact.add_reference(where if isinstance(where, str) else where.absolute().as_uri(), checksum=False)
-            target.log_artifact(artifact, aliases=["latest", *_artifact_aliases(report)])
+            aliases = ["latest", *([] if report.step is None else [f"step-{report.step}"])]
+            target.log_artifact(artifact, aliases=[*aliases, "best"] if _is_best(report) else aliases)
 
     return log_artifact
 
@@ -90,19 +91,19 @@ def log_to_mlflow(
 ) -> Callable[[SaveReport], None]:
     """Log the values of each save to MLflow, and its files as artifacts in `folder`, below the checkpoint's name.
 
-    `run_id` defaults to the run that `mlflow.start_run` has begun. The training state is among the files with `state`.
-    They are compared with their digests first.
+    `run_id` defaults to the run that `mlflow.start_run` has started. `state` includes the training state. Files are
+    compared with their digests first.
     """
 
     def log_files(report: SaveReport) -> None:
         import mlflow
 
         active = mlflow.active_run()
-        told = run_id or (None if active is None else active.info.run_id)
-        if told is None:
+        mlflow_run = run_id or (None if active is None else active.info.run_id)
+        if mlflow_run is None:
             raise ConfigError("no MLflow run has begun; call mlflow.start_run() ahead of the first save")
         values = {name.replace("/", "_"): value for name, value in checkpoint_values(report).items()}
-        mlflow.log_metrics(values, step=report.step, run_id=told)
+        mlflow.log_metrics(values, step=report.step, run_id=mlflow_run)
         with open_checkpoint(report.place) as held:
             paths = _paths_of(held.manifest, state=state)
             with local_folder(Place(held.store), paths.__contains__) as there:
@@ -110,7 +111,7 @@ def log_to_mlflow(
                 for path in paths:
                     below = path.rpartition("/")[0]
                     place = "/".join(step for step in (folder, report.place.last_step, below) if step)
-                    mlflow.log_artifact(str(there / path), artifact_path=place, run_id=told)
+                    mlflow.log_artifact(str(there / path), artifact_path=place, run_id=mlflow_run)
 
     return log_files
 
@@ -119,12 +120,6 @@ def _is_best(report: SaveReport) -> bool | None:
     """Whether no checkpoint of the run is better, by the first metric that it ranks them by; None without one."""
     ranking = next(iter(load_manifest(report.place.folder).rankings.items()), None)
     return None if ranking is None else best(Place(report.place.beside), ranking) == report.path
-
-
-def _artifact_aliases(report: SaveReport) -> list[str]:
-    """What a version is known as beside "latest"."""
-    found = [] if report.step is None else [f"step-{report.step}"]
-    return [*found, "best"] if _is_best(report) else found
 
 
 def _paths_of(manifest: Manifest, *, state: bool) -> list[str]:

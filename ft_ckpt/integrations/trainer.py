@@ -1,7 +1,7 @@
-"""Checkpoints of transformers' `Trainer` and of the trainers built on it (TRL's), made and read by ft_ckpt.
+"""Saving and resuming of transformers' `Trainer`, and of trainers built on it (TRL's), through ft_ckpt.
 
-    trainer = checkpointed(SFTTrainer)(model, args, train_dataset=data)       # the class, openly
-    trainer = SFTTrainer(..., callbacks=[FtCkptCallback()])                   # the short way
+    trainer = checkpointed(SFTTrainer)(model, args, train_dataset=data)       # as a class
+    trainer = SFTTrainer(..., callbacks=[FtCkptCallback()])                   # as a callback
     trainer.train(resume_from_checkpoint=True)
 
 Files that a subclass adds in its own `save_model` or `_save` are committed with the checkpoint; a subclass that writes
@@ -25,7 +25,7 @@ from ft_ckpt.saving.follow_up import SaveHook, hooks_of
 
 __all__ = ["FtCkptCallback", "checkpointed"]
 
-_REPLACED = ("_save_checkpoint", "save_model")  # a subclass whose own do not call these is not saved by ft_ckpt
+_REPLACED = ("_save_checkpoint", "save_model")  # ft_ckpt saves only if a subclass's own call these by super()
 
 
 def checkpointed(
@@ -39,13 +39,13 @@ def checkpointed(
 ) -> type[Any]:
     """A subclass of `trainer_class`, `Trainer` or a class built on it, that saves and resumes through ft_ckpt.
 
-    `keep` says which checkpoints stay (the best that the Trainer knows of always does); a number means the newest n;
-    None: the Trainer's `save_total_limit`, for this run's checkpoints. `allow` names items that a resume may lack. With
+    `keep` selects the checkpoints that stay (the Trainer's best one always does); a number means the newest n; None:
+    the Trainer's `save_total_limit`, for this run's checkpoints. `allow` names items that a resume may lack. With
     `state=True` checkpoints have training state although `save_only_model=True` is set, which the Trainer requires for
     models that `from_pretrained(distributed_config=...)` has sharded. `on_saved` and `settings` are those of
     `CheckpointSaver`.
 
-    Raises ConfigError for settings that cannot work.
+    Raises ConfigError for invalid settings.
     """
     if "every" in settings:
         raise ConfigError("every=: the Trainer decides when to save; set save_strategy and save_steps")
@@ -54,18 +54,19 @@ def checkpointed(
 
 
 def _with_our_saving(kind: type[Any], settings: TrainerSettings) -> type[Any]:
-    for method in filter(lambda name: not _calls_super(kind, name), _REPLACED):
-        warn(f"{kind.__name__}.{method} does not call Trainer's own: what it saves is not ft_ckpt's", stacklevel=4)
+    for method in _REPLACED:
+        if not _calls_super(kind, method):
+            warn(f"{kind.__name__}.{method} does not call Trainer's own: ft_ckpt does not save its files", stacklevel=4)
     bases = (Checkpointed,) if kind is Trainer else (kind, Checkpointed)  # between the class and Trainer
     members = {"__module__": kind.__module__, "__doc__": kind.__doc__, "ft_ckpt": settings}
     return type(kind.__name__, bases, members)
 
 
 class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Makes the one trainer it is given to save and resume through ft_ckpt; give it on every rank.
+    """Lets one trainer save and resume through ft_ckpt; pass it on every rank.
 
-    The short way of `checkpointed`, with the same arguments, for a trainer that another program constructs. Raises
-    ConfigError for settings that cannot work.
+    The same as `checkpointed`, with the same arguments, for a trainer that another program constructs. Raises
+    ConfigError for invalid settings.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -74,28 +75,27 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     @classmethod
     def attach(cls, trainer: Any, **settings: Any) -> "FtCkptCallback":
-        """A new callback with `settings`, added to a `trainer` that is there already and not yet training."""
+        """A new callback with `settings`, added to an existing `trainer` that is not yet training."""
         callback = cls(**settings)
         trainer.add_callback(callback)
         callback._take_trainer(trainer)
         return callback
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find the trainer that is being made."""
         self._take_trainer(_calling_trainer(self))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse to be forgotten: without its trainer nothing would be saved in our way."""
+        """Raise ConfigError if the trainer was not found, because ft_ckpt would save nothing."""
         if self._trainer is None:
             raise ConfigError("FtCkptCallback: added to a trainer that was there; use FtCkptCallback.attach(trainer)")
 
-    # A Trainer has no place to plug in another way of saving, and a callback is not told its trainer. So the trainer is
-    # found among the callers of the constructor, and gets the class that `checkpointed` would have given it.
+    # A Trainer has no hook to replace its saving, and does not pass itself to callbacks. So the trainer is found among
+    # the callers of the constructor, and gets the class that `checkpointed` returns.
 
     def _take_trainer(self, trainer: Any) -> None:
         kind = type(trainer)
         if self._trainer is not None or issubclass(kind, Checkpointed):
-            raise ConfigError("FtCkptCallback: one for one trainer; make another for another")
+            raise ConfigError("FtCkptCallback: belongs to another trainer already; make one for each trainer")
         trainer.__class__ = _with_our_saving(kind, self._settings)
         trainer.ft_ckpt_begin()
         self._trainer = trainer

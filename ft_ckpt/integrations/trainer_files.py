@@ -46,10 +46,10 @@ class ChosenCheckpoint:
 
     path: str | None = None  # None: a fresh start
     is_ours: bool = False  # whether it has a training state of ours
-    state: str | None = None  # of one of ours: what the Trainer has written about itself
+    state: str | None = None  # text of the Trainer's own state file in a checkpoint of ours
 
     def path_for_trainer(self, folder: str) -> str | None:
-        """Where this rank's Trainer finds what it has written: at the path, or in `folder`, where it is put if not."""
+        """The folder with the Trainer's own state file: the checkpoint, or `folder` if this rank does not see it."""
         if self.path is None or self.state is None or _trainer_state(Path(self.path)) == self.state:
             return self.path
         LocalStore(Path(folder)).write(TRAINER_STATE_NAME, self.state.encode())
@@ -57,7 +57,7 @@ class ChosenCheckpoint:
 
 
 def wanted_of(resume_from_checkpoint: Any) -> Any:
-    """What a Trainer was asked to resume from: "auto", "must", a path, or None for a fresh start."""
+    """The argument of `train` as "auto", "must", a path, or None for a fresh start."""
     if not resume_from_checkpoint:
         return None
     mode = resume_from_checkpoint.lower() if isinstance(resume_from_checkpoint, str) else resume_from_checkpoint
@@ -65,7 +65,7 @@ def wanted_of(resume_from_checkpoint: Any) -> Any:
 
 
 def chosen_by(ranks: Ranks, wanted: str, folder: Path, deep: bool) -> ChosenCheckpoint:
-    """What rank 0 finds for `wanted`: a path; "auto", the newest that is whole, if any; "must", it or an error.
+    """The checkpoint that rank 0 finds for `wanted`: a path; "auto", the newest whole one, if any; "must", or an error.
 
     Collective. Raises NotACheckpointError or CorruptError.
     """
@@ -82,28 +82,33 @@ def chosen_by(ranks: Ranks, wanted: str, folder: Path, deep: bool) -> ChosenChec
 
 
 def _wanted_checkpoint(wanted: str, folder: Path, deep: bool) -> Path | None:
-    """The checkpoint that `wanted` means, of those in `folder` if it is no path; None for a fresh start."""
+    """The checkpoint at the path `wanted`, or for a mode the newest whole one in `folder`; None for a fresh start."""
     if wanted not in ("auto", "must"):
-        return _check_whole(wanted, deep)
-    recover_all(folder)  # of what saves have left that were killed
-    path = _newest_whole(folder, deep)
-    if path is None and wanted == "must":
+        path = Path(wanted)
+        # A checkpoint without our manifest is the Trainer's to check.
+        if _has_file(path, MANIFEST_NAME) and (problems := _problems_of(path, deep)):
+            advice = "resume_from_checkpoint=True takes the newest whole one"
+            raise CorruptError(f"{path}: {listing(list(problems))}; {advice}")
+        return path
+    recover_all(folder)  # leftovers of killed saves
+    newest = _newest_whole(folder, deep)
+    if newest is None and wanted == "must":
         raise NotACheckpointError(f"{folder}: no whole checkpoint in it; resume_from_checkpoint=True begins afresh")
-    if path is None:
+    if newest is None:
         LOG.info("a fresh start: no whole checkpoint in %s", folder)
-    return path
+    return newest
 
 
 def _newest_whole(folder: Path, deep: bool) -> Path | None:
-    """The checkpoint in `folder` with the highest step that is whole, ours or the Trainer's; None without one.
+    """The whole checkpoint in `folder` with the highest step, ours or the Trainer's; None without one.
 
-    Raises CorruptError where there are some of ours, and none is whole.
+    Raises CorruptError if there are checkpoints of ours, but none is whole.
     """
     committed: list[str] = []
     below = LocalStore(folder).list_folder().folders
     named = [(int(match[1]), folder / each.name) for each in below if (match := _NAME.fullmatch(each.name))]
     for _, path in sorted(named, reverse=True):
-        problems = _what_is_wrong(path, deep)  # raises for one that cannot be read just now: no older one is taken
+        problems = _problems_of(path, deep)  # raises UnreadableError, so that no older one is taken
         if not problems:
             return path
         warn(f"{path}: not whole, trying an older one: {listing(list(problems))}", stacklevel=2)
@@ -116,22 +121,13 @@ def _newest_whole(folder: Path, deep: bool) -> Path | None:
     return None
 
 
-def _check_whole(wanted: Any, deep: bool) -> Path:
-    """The checkpoint that was asked for by its path; one that is not ours is the Trainer's to judge."""
-    path = Path(wanted)
-    problems = _what_is_wrong(path, deep) if _has_file(path, MANIFEST_NAME) else ()
-    if problems:
-        raise CorruptError(f"{path}: {listing(list(problems))}; resume_from_checkpoint=True takes the newest whole one")
-    return path
-
-
-def _what_is_wrong(path: Path, deep: bool) -> tuple[str, ...]:
+def _problems_of(path: Path, deep: bool) -> tuple[str, ...]:
     try:
         if _has_file(path, MANIFEST_NAME):
             return damage_of(open_place(path), deep=deep)
         if _has_file(path, TOMBSTONE):
             return ("it is being deleted",)
-        TrainerState.load_from_json(str(path / TRAINER_STATE_NAME))  # the last thing that the Trainer writes
+        TrainerState.load_from_json(str(path / TRAINER_STATE_NAME))  # the Trainer writes this file last
     except UnreadableError:
         raise
     except (ManifestError, OSError, ValueError, TypeError) as error:
@@ -145,18 +141,26 @@ def has_our_state(path: Path) -> bool:
 
 
 def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) -> None:
-    """Put the weights of the checkpoint that rank 0 has at `path` into `model`; it reads for those that do not see it.
+    """Load the weights of rank 0's checkpoint at `path` into `model`; rank 0 reads for ranks that do not see it.
 
     Collective. `deep` compares the digests of all its files. Raises CorruptError naming damaged files, LoadError when
     the weights do not fit.
     """
     with ExitStack() as stack:
         _, error = ranks.attempt(lambda: _load_best(model, path, deep, ranks, stack))
-        ranks.agree("load_best_model_at_end", {}, error)  # before rank 0 stops to read for others
+        ranks.agree("load_best_model_at_end", {}, error)  # before rank 0 stops reading for others
 
 
 def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: ExitStack) -> None:
-    point, error = try_action(lambda: _open_best(path, deep, stack) if ranks.leads else None)
+    def open_best() -> ResumePoint | None:
+        if not ranks.leads:
+            return None
+        held = stack.enter_context(open_checkpoint(path, compares=False))
+        if problems := held.find_problems(deep, keep=held.tensor_files):
+            raise CorruptError(f"{path}: {listing(list(problems))}; the best model was not loaded")
+        return open_resume_point(held, stack)
+
+    point, error = try_action(open_best)
     mine = {} if point is None else checkpoint_facts(point.checkpoint)
     facts = ranks.agree("opening the best model", mine, error).told
     point = open_to_all(point, facts, open_place, ranks, stack, deep)
@@ -165,28 +169,21 @@ def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: Ex
         raise LoadError(f"{path}: the best model was not loaded: {outcome.detail}")
 
 
-def _open_best(path: Path, deep: bool, stack: ExitStack) -> ResumePoint:
-    held = stack.enter_context(open_checkpoint(path, compares=False))
-    if problems := held.find_problems(deep, keep=held.tensor_files):
-        raise CorruptError(f"{path}: {listing(list(problems))}; the best model was not loaded")
-    return open_resume_point(held, stack)
-
-
 def _has_file(path: Path, name: str) -> bool:
     return LocalStore(path).stat(name) is not None
 
 
 def _trainer_state(path: Path) -> str | None:
-    """What the Trainer has written about itself into a checkpoint; None where that cannot be read."""
+    """The text of the Trainer's own state file in a checkpoint; None if it cannot be read."""
     with suppress(OSError, ValueError):
         return LocalStore(path).read(TRAINER_STATE_NAME).decode()
     return None
 
 
 def prune_older(folder: Path, newest: Path, best: str | None, limit: int | None, keep: Keep | None) -> None:
-    """Delete what does not stay of the run that `newest` is of; `keep` None: all but the Trainer's `limit` stay.
+    """Delete checkpoints of the run of `newest` that `keep` does not select; without `keep`, all above `limit`.
 
-    `best` is the Trainer's best checkpoint. What could not be deleted is a warning.
+    `best` is the Trainer's best checkpoint, which stays. Warns of checkpoints that could not be deleted.
     """
     run_id = read_manifest(newest).run_id
     if keep is None and limit is not None and limit > 0:
@@ -201,39 +198,41 @@ def prune_older(folder: Path, newest: Path, best: str | None, limit: int | None,
 
 
 def state_text(trainer: Trainer) -> str:
-    """What the Trainer writes about itself, and its callbacks as they are now."""
-    told = [*trainer.callback_handler.callbacks, trainer.control]
-    exported = [each for each in told if isinstance(each, ExportableState)]
+    """The text of the Trainer's own state file, with the current state of its callbacks."""
+    stateful = [*trainer.callback_handler.callbacks, trainer.control]
+    exported = [each for each in stateful if isinstance(each, ExportableState)]
     trainer.state.stateful_callbacks = TrainerState(stateful_callbacks=exported).stateful_callbacks
     made = files_made_by(lambda folder: trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME)))
     return made[TRAINER_STATE_NAME].decode()
 
 
 def metrics_of(state: Any) -> dict[str, float]:
-    """What was logged at this step, as far as it is numbers."""
+    """The finite numbers that were logged at this step."""
     rows = [row for row in state.log_history if row.get("step") == state.global_step]
     found = {name: value for row in rows for name, value in row.items() if name not in ("step", "epoch")}
     return {name: float(v) for name, v in found.items() if isinstance(v, (int, float)) and math.isfinite(v)}
 
 
 def added_files(folder: Path) -> dict[str, bytes]:
-    """Every file below `folder` but the pickle of the Trainer's arguments: path to content."""
+    """The contents of the files below `folder` by path, without the pickle of the Trainer's arguments."""
     return {name: content for name, content in files_below(folder).items() if name != TRAINING_ARGS_NAME}
 
 
 _CARD = "README.md"
-_FOLDER_OF_LAST = "last-checkpoint"  # the Trainer's own word
+_FOLDER_OF_LAST = "last-checkpoint"  # as the Trainer names it
 
 
 def push_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
-    """Begin to push a checkpoint as `hub_strategy` says; with the last push under way only if `hub_always_push`."""
+    """Start to push a checkpoint as `hub_strategy` says; while the last push runs, only if `hub_always_push`."""
     args, strategy = trainer.args, trainer.args.hub_strategy
     if not trainer.is_world_process_zero() or strategy == HubStrategy.END:
         return
     if not args.hub_always_push and _is_pushing(trainer):
         return
     trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
-    message = _message_of(trainer)
+    by_step = args.save_strategy == SaveStrategy.STEPS
+    place = f"step {trainer.state.global_step}" if by_step else f"epoch {int(trainer.state.epoch)}"
+    message = f"Training in progress, {place}"  # the Trainer's own message
     pushes = [_start_hub_push(trainer, checkpoint, "", message)]
     if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         folder = _FOLDER_OF_LAST if strategy == HubStrategy.CHECKPOINT else checkpoint.name
@@ -244,18 +243,18 @@ def push_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
 def push_saved(
     trainer: Trainer,
     message: str | None,
-    told: Mapping[str, Any],
+    card_options: Mapping[str, Any],
     *,
     blocking: bool,
     token: str | None,
     revision: str | None,
 ) -> "PushReport | Future[PushReport]":
-    """Push what `save_model` has put into the output folder, with the card that the Trainer makes of what it is `told`.
+    """Push the files that `save_model` wrote to the output folder, with the Trainer's card for `card_options`.
 
-    What is under way is waited for. Raises what `push` raises, or its future does.
+    Waits for the push under way. Raises the errors of `push`, or its future does.
     """
     folder = Path(trainer.args.output_dir)
-    card = _trainer_card(trainer, folder, told)
+    card = _trainer_card(trainer, folder, card_options)
     trainer._finish_current_push()
     push = _start_hub_push(trainer, folder, "", message, card=card, token=token, revision=revision)
     if blocking:
@@ -264,12 +263,12 @@ def push_saved(
     return push.future
 
 
-def _trainer_card(trainer: Trainer, saved: Path, told: Mapping[str, Any]) -> str | None:
-    """The text of the card; it is made in a folder of its own, as the one that was saved is part of a checkpoint."""
-    tags = told.get("tags") or ()
+def _trainer_card(trainer: Trainer, saved: Path, options: Mapping[str, Any]) -> str | None:
+    """The text of the card, made in a scratch folder, because the saved card is part of a checkpoint."""
+    tags = options.get("tags") or ()
     tags = [*([tags] if isinstance(tags, str) else tags), *(getattr(trainer.model, "model_tags", None) or ())]
-    name = told.get("model_name") or (trainer.args.hub_model_id or saved.absolute().name).split("/")[-1]
-    given = {**told, "model_name": name, **({"tags": list(dict.fromkeys(tags))} if tags else {})}
+    name = options.get("model_name") or (trainer.args.hub_model_id or saved.absolute().name).split("/")[-1]
+    given = {**options, "model_name": name, **({"tags": list(dict.fromkeys(tags))} if tags else {})}
     before = LocalStore(saved).read(_CARD) if LocalStore(saved).stat(_CARD) else None
 
     def make_card(place: Path) -> None:
@@ -295,22 +294,14 @@ def _start_hub_push(
     revision: str | None = None,
     **more: Any,
 ) -> PendingPush:
-    args = trainer.args
-    config = trainer.ft_ckpt.config
+    args, config = trainer.args, trainer.ft_ckpt.config
     place = HubPlace(trainer.hub_model_id, revision or args.hub_revision or "main", folder)
     options = PushOptions(token=token or args.hub_token, base_id=config.base_id, message=message, **more)
     return begin_push(checkpoint, place.url, options)
 
 
-def _message_of(trainer: Trainer) -> str:
-    """What the Trainer calls such a commit."""
-    if trainer.args.save_strategy == SaveStrategy.STEPS:
-        return f"Training in progress, step {trainer.state.global_step}"
-    return f"Training in progress, epoch {int(trainer.state.epoch)}"
-
-
 def _note_pushes(trainer: Trainer, pushes: list[PendingPush]) -> None:
-    """Let the Trainer know what is under way: it waits for that at the end of training."""
+    """Register running pushes with the Trainer, which waits for them at the end of training."""
     jobs = [push.future for push in pushes]
     if _is_pushing(trainer):
         trainer.push_in_progress.jobs.extend(jobs)
