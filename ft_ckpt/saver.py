@@ -89,7 +89,7 @@ class CheckpointSaver:
         dtype: str | None = None,
         chat_template_name: str | None = None,
         tokenizer: Any = None,
-        format: str | None = None,  # noqa: A002 - the name its users know from other savers
+        format: str | None = None,  # noqa: A002 - its name in other savers
         compression: str | None = None,
         max_shard_size: int | str | None = None,
         state_dict: Mapping[str, Tensor] | None = None,
@@ -123,8 +123,8 @@ class CheckpointSaver:
         model before the commit. With `push_to_hub` ("user/name", or a URL) rank 0 then pushes the checkpoint there in
         the background, as `ft_ckpt.push` does; the report's `push` is the handle.
 
-        Raises SelectionError when the model lacks what was asked for or leaves a choice, IncompleteError when the
-        result would differ from it, TargetError or NoSpaceError when it cannot be written, RankError when another rank
+        Raises SelectionError when the model lacks the requested part or the request is ambiguous, IncompleteError when
+        the files would differ from the model, TargetError or NoSpaceError when it cannot be written, RankError when another rank
         failed, RanksDisagreeError when ranks called differently or not at all; nothing is committed then.
         """
         given: dict[str, Any] = {"dtype": dtype, "chat_template_name": chat_template_name, "format": format}

@@ -97,7 +97,6 @@ class FedLoader:
             yield batch
 
     def end_pass(self) -> None:
-        """End the current pass."""
         self._place.end_pass()
 
     def state_dict(self) -> dict[str, Any]:

@@ -83,7 +83,6 @@ def clean_last_n_checkpoints(output_dir: str, keep_last_n_checkpoints: int) -> N
 
 
 def _entries(folder: str) -> tuple[Folder | Stored, ...]:
-    """The entries of a folder. Raises FileNotFoundError when there is no such folder."""
     found = LocalStore(Path(folder)).list_folder()
     if not found.exists:
         raise MissingError(f"{folder}: no such folder; name the one that the script saves to")

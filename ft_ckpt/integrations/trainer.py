@@ -85,7 +85,6 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._take_trainer(_calling_trainer(self))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raise ConfigError if the trainer was not found, because ft_ckpt would save nothing."""
         if self._trainer is None:
             raise ConfigError("FtCkptCallback: added to a trainer that was there; use FtCkptCallback.attach(trainer)")
 

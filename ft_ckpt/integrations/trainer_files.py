@@ -136,7 +136,6 @@ def _problems_of(path: Path, deep: bool) -> tuple[str, ...]:
 
 
 def has_our_state(path: Path) -> bool:
-    """Whether the checkpoint has a training state of ours."""
     return _has_file(path, MANIFEST_NAME) and has_training_state(read_manifest(path))
 
 

@@ -46,7 +46,6 @@ class PartPlan:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all weight files."""
         return sum(file.layout.size_bytes for file in self.files)
 
 
@@ -237,7 +236,6 @@ class Share:
 
     @property
     def actual_cuts(self) -> tuple[Cut, ...]:
-        """All cuts in file order."""
         return tuple(chain.from_iterable(cuts for cuts in self.cuts if cuts))
 
     @property

@@ -66,7 +66,6 @@ class StoredAdapters:
 
     @property
     def has_base(self) -> bool:
-        """Whether their base is in the same checkpoint."""
         return self.base_place.folder.stat("config.json") is not None
 
 

@@ -97,7 +97,6 @@ def _part_record(one: PartPlan, base: BaseRecord | None, class_name: str, compre
 
 
 def base_record(part: Part, fingerprint: Mapping[str, Any]) -> BaseRecord:
-    """The base that an adapter part was trained on."""
     identity, revision, digest = base_identity(part.module, str(part.adapter))
     return BaseRecord(identity, revision, common_dtype(part.base.values()), digest, fingerprint)
 

@@ -111,7 +111,6 @@ def differing_settings(document: Mapping[str, Any]) -> Differences:
 
 
 def difference_note(differing: Differences, has_state: bool) -> str:
-    """The note on the differences in the report of a save."""
     way = ", each rank's own beside it" if has_state else ""
     return f"{describe_differences(differing)}, which is stored{way}"
 

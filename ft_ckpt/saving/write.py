@@ -89,7 +89,6 @@ def prepare_stage(
 
 
 def saver_tuning(config: SaverConfig) -> WriteTuning:
-    """The tuning of the writer from the settings."""
     return tuning_for(config.io_threads, config.direct_io, config.io_block_bytes)
 
 
@@ -112,7 +111,6 @@ class SharedFolders:
         return self._known[folder.url]
 
     def forget(self) -> None:
-        """Clear the cache."""
         self._known.clear()
 
 

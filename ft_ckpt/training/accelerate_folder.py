@@ -1,9 +1,9 @@
-"""Opens a folder of `accelerator.save_state` as a resume point; its pickles are decoded, never run.
+"""Opens a folder of `accelerator.save_state` as a resume point; its pickles are decoded, never executed.
 
-Such a folder has numbers where ours has names: the third optimizer, its seventh parameter. So the document has what
-was read under the folder's own numbers ("foreign"), and `accelerate_run` says what they are in the run at hand.
+Such a folder numbers objects and parameters instead of naming them. The document holds them under these numbers
+("foreign"), and `accelerate_run` matches the numbers with the objects of the run.
 
-Source: `checkpointing.py` and `accelerator.py` of accelerate 1.15, of which older versions differ in what is absent.
+Format: `checkpointing.py` and `accelerator.py` of accelerate 1.15; older versions write fewer files.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ from ft_ckpt.training.optimizers import settings_of
 from ft_ckpt.training.state import DOCUMENT_VERSION, FOLDER, Document, ResumePoint, StoredTensors, flatten_tree
 
 ACCELERATE = "accelerate"
-MARKER = "random_states_0.pkl"  # that every such folder has, and no other
+MARKER = "random_states_0.pkl"  # in every such folder, and in no other
 _NUMBER = r"(?:_(\d+))?"
-_NAMES = {  # what each file has, by the number in its name
+_NAMES = {  # kinds of files, with the number in the name
     "model": rf"(?:model|pytorch_model){_NUMBER}\.(?:safetensors|bin)(?:\.index\.json)?",
     "optimizer": rf"optimizer{_NUMBER}\.bin",
     "scheduler": rf"scheduler{_NUMBER}\.bin",
@@ -47,9 +47,9 @@ _SHARDED = re.compile(r"pytorch_model(_fsdp)?(_\d+)?(\.bin)?|optimizer(_\d+)?|ze
 
 
 def find_accelerate_folder(path: Path) -> Path | None:
-    """The folder of `save_state` at `path`: itself, or the `checkpoint_N` in it with the highest number.
+    """The folder of `save_state` at `path`: itself, or the `checkpoint_N` in it with the highest number; None without.
 
-    None when there is none. A project's folder has them in "checkpoints".
+    In the folder of a project they are in "checkpoints".
     """
     store = LocalStore(path)
     if store.stat(MANIFEST_NAME) is not None:
@@ -67,7 +67,7 @@ def find_accelerate_folder(path: Path) -> Path | None:
 
 
 def is_foreign(manifest: Manifest) -> bool:
-    """Whether the manifest was made for a folder of Accelerate's."""
+    """Whether the manifest describes a folder of Accelerate."""
     return not manifest.created
 
 
@@ -117,7 +117,6 @@ class _Contents:
     last_epoch: int | None = None  # of the first scheduler
 
     def add_object(self, name: str, file: str) -> None:
-        """Add the object in the pickle `file`."""
 
         def take_object(raw: RawFile) -> None:
             value = load_torch_values(raw)
@@ -163,7 +162,6 @@ class _Contents:
         self._try(f"random_{rank}", file, take_states)
 
     def document(self, names: Mapping[str, Mapping[int, str]], ties: Mapping[str, str]) -> Document:
-        """The document of the contents, under the folder's own numbers."""
         foreign = {
             "writer": ACCELERATE,
             "files": {kind: {str(number): name for number, name in some.items()} for kind, some in names.items()},
@@ -242,7 +240,7 @@ def _generators_of(states: Mapping[str, Any]) -> rng.State:
 
 
 def _files_by_kind(store: LocalStore) -> dict[str, dict[int, str]]:
-    """The files of each kind by number; where weights lie in two formats safetensors, as Accelerate has it."""
+    """The files of each kind by number; of weights in two formats safetensors, as Accelerate chooses."""
     found: dict[str, dict[int, str]] = {kind: {} for kind in _NAMES}
     for name in sorted(one.name for one in store.list_folder().objects):
         for kind, pattern in _NAMES.items():

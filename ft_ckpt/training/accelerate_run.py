@@ -1,7 +1,7 @@
 """Matches the numbered objects of an `accelerator.save_state` folder with the items of a run.
 
-Models, optimizers, schedulers and registered objects are known by the order in which they were prepared, parameters of
-an optimizer by their order in its groups, since the folder has nothing else; shapes are compared.
+Models, optimizers, schedulers and registered objects are matched by the order in which they were prepared, parameters
+of an optimizer by their order in its groups, because the folder has no names; shapes are compared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,9 +43,9 @@ _NO_PLACE = (
 def fit_point(
     point: ResumePoint, live: LiveRun
 ) -> tuple[ResumePoint, list[Item], tuple[Restored, ...], tuple[str, ...]]:
-    """`point` under the names of the run; the items to restore; outcomes known before that; and notes for the report.
+    """`point` under the names of the run; the items to restore; outcomes known in advance; and notes for the report.
 
-    One of our own checkpoints has these names already.
+    A checkpoint of ours is returned as it is.
     """
     if "foreign" not in point.document:
         return point, list(live.items), (), ()
@@ -68,7 +68,7 @@ def fit_point(
 
 @dataclass
 class _Fitting:
-    """What of a folder is what of the run, so far."""
+    """The matches of a folder's contents with the items of the run, so far."""
 
     foreign: Document
     run: LiveRun
@@ -110,7 +110,7 @@ class _Fitting:
                     self.names[f"{name}/{owner}/{entry}"] = self.foreign["ties"].get(old, old)
 
     def fit_data(self, ranks: Sequence[Document]) -> list[Document]:
-        """The places in the data, which only stateful loaders have left: the trees of all `ranks` with them."""
+        """Match data positions, which only stateful loaders store; returns the trees of all `ranks` with them."""
         loaders = getattr(self.run.accelerator, "_dataloaders", ())
         places: Document = {}
         for number, loader in enumerate(loaders):
@@ -137,7 +137,7 @@ class _Fitting:
         return [{**trees, **places} for trees in ranks]
 
     def _data_problem(self, key: str, loader: Any, saved: int) -> tuple[str, str] | None:
-        """Why the place of a loader cannot be taken over, as a status and a detail."""
+        """The status and detail of a loader whose position cannot be restored; None if it can."""
         if key in self.foreign["failed"]:
             return "failed", self.foreign["failed"][key]
         if key not in self.foreign["objects"]:
@@ -149,12 +149,12 @@ class _Fitting:
         return "failed", f"saved by {saved} rank(s), {self.run.ranks.size} here; resume on as many"
 
     def take_tree(self, name: str, key: str) -> None:
-        """The object that the folder has as `key`, for the item `name`."""
+        """Match the folder's object `key` with the item `name`."""
         self.entries[name] = entry = self.foreign["objects"][key]
         self.names |= {f"{name}/{index}": f"{key}/{index}" for index in range(entry["tensors"])}
 
     def judge_rank(self, point: ResumePoint) -> None:
-        """Say what of this rank's own is not there: random numbers, and gradients that waited for a step."""
+        """Note missing state of this rank: random numbers, and gradients of an unfinished step."""
         unread = self.foreign["failed"].get(f"random_{self.run.ranks.rank}")
         if unread is not None:
             self.outcomes.append(Restored("rng", "failed", unread))
@@ -165,7 +165,7 @@ class _Fitting:
             self.outcomes.append(Restored("gradients", "absent", detail))
 
     def items_of(self, kind: str) -> list[tuple[str, str]]:
-        """(number, item of the run) of the files of one kind that were read; of others the outcome is noted."""
+        """(number, item of the run) of the files of one kind that were read; notes the outcome of the others."""
         found, live = [], self.order[kind]
         for number, file in self.foreign["files"][kind].items():
             name = live[int(number)] if int(number) < len(live) else None
@@ -180,7 +180,7 @@ class _Fitting:
 
 
 def _names_in_order(run: LiveRun, foreign: Document) -> dict[str, list[str | None]]:
-    """The items of the run by kind, in the order in which Accelerate numbers its files; None for what is no item."""
+    """The items of the run by kind, in the order in which Accelerate numbers its files; None for other objects."""
     names: dict[int, str | None] = {bare_identity(item.value): item.name for item in run.items}
     names[bare_identity(run.model)] = ""
     if run.accelerator is None:
@@ -192,13 +192,13 @@ def _names_in_order(run: LiveRun, foreign: Document) -> dict[str, list[str | Non
     order = {kind: [names.get(bare_identity(value)) for value in some] for kind, some in values.items()}
     known = {name for some in order.values() for name in some}
     others: list[str | None] = [item.name for item in run.items if item.kind == "object" and item.name not in known]
-    if not order.get("custom"):  # registered with the saver, where they were registered with Accelerate
+    if not order.get("custom"):  # objects registered with the saver may have been registered with Accelerate
         order["custom"] = others if len(others) == len(foreign["files"]["custom"]) else []
     return order
 
 
 def _live_names(places: Mapping[str, str], live: Mapping[str, Source]) -> dict[str, str]:
-    """`places` by the names that the model's tensors have here; names that it does not know stay."""
+    """`places` under the names of the live model's tensors; unknown names are kept."""
     found = {}
     for name, place in places.items():
         bare = name.replace("_orig_mod.", "")
@@ -210,9 +210,9 @@ def _live_names(places: Mapping[str, str], live: Mapping[str, Source]) -> dict[s
 
 
 def _fit_optimizer(item: Item, stored: Document, labels: Mapping[str, Source]) -> tuple[Description, dict[str, str]]:
-    """The description of an optimizer's state by names, and the number that each parameter had.
+    """The description of an optimizer's state by names, and the number of each parameter in the folder.
 
-    Raises LoadError where groups or shapes differ.
+    Raises LoadError if groups or shapes differ.
     """
     optimizer = optimizers.unwrap_optimizer(item.value)
     live = _names_of_groups(optimizer, labels)
@@ -254,7 +254,7 @@ def _fit_optimizer(item: Item, stored: Document, labels: Mapping[str, Source]) -
 
 
 def _names_of_groups(optimizer: Any, labels: Mapping[str, Source]) -> list[list[str]]:
-    """The names of the parameters in each group, one for each. Raises LoadError where FSDP1 has made one of many."""
+    """The names of the parameters in each group. Raises LoadError if FSDP1 has flattened several into one."""
     if zero_optimizer.is_zero(optimizer):
         return [group["params"] for group in zero_optimizer.describe(optimizer, labels)["groups"]]
     names = optimizers.names_of(optimizer, labels)
@@ -267,7 +267,7 @@ def _names_of_groups(optimizer: Any, labels: Mapping[str, Source]) -> list[list[
 
 
 def _steps_done(foreign: Document, accelerator: Any, ranks: int) -> tuple[int, list[str]]:
-    """How many steps the saved run had done, and where that was found."""
+    """The number of steps of the saved run, and a note on its source."""
     counts = [one["steps"] for one in foreign["optimizers"].values() if one.get("steps") is not None]
     if counts:
         return max(counts), [f"step {max(counts)}: as the optimizer counts its own"]
@@ -282,7 +282,7 @@ def _steps_done(foreign: Document, accelerator: Any, ranks: int) -> tuple[int, l
 
 
 def _renamed_tensors(point: ResumePoint, names: Mapping[str, str]) -> StoredTensors:
-    """The tensors of the folder, under our names too."""
+    """The tensors of the folder, under the names of the run as well."""
     part = point.checkpoint.manifest.parts[0]
     file: TensorFile = point.tensors.file_of(FOLDER, part.tensors[0].name)
     both = {name: name for name in file.specs} | {new: old for new, old in names.items() if old in file.specs}

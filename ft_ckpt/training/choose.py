@@ -140,8 +140,8 @@ def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], stack: ExitStac
     candidates = _grouped_copies(resumable(reversed(infos)))
     if wanted.is_named:
         named = _named_checkpoint(wanted, infos)
-        beside = next((copies for copies in candidates if any(one.folder == named.folder for one in copies)), [])
-        candidates = [[named, *(one for one in beside if one.folder != named.folder)]]
+        copies = next((known for known in candidates if any(one.folder == named.folder for one in known)), [])
+        candidates = [[named, *(one for one in copies if one.folder != named.folder)]]
     for number, copies in enumerate(candidates):
         point, problems = _open_one_of(copies, wanted, stack)
         if point is not None:
@@ -180,7 +180,6 @@ def _place_key(place: Place) -> str:
 
 
 def resumable(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """The checkpoints with training state."""
     return [info for info in infos if has_training_state(info.manifest)]
 
 

@@ -463,7 +463,6 @@ class DataPositions:
 
     @property
     def known_positions(self) -> list[DataPosition]:
-        """The positions requested so far."""
         return [slot.feed for slot in self._slots if slot.feed is not None]
 
     @property

@@ -127,6 +127,11 @@ def _encode_hyperparameter(value: Any) -> Any:
     """{"tensor": dtype, "value": number} or {"value": JSON of a simple value}; None for other values."""
     if isinstance(value, Tensor) and type(value) in PLAIN and value.numel() == 1:
         return {"tensor": dtype_name(value.dtype), "value": encode_value(value.item())}
+    return encode_if_plain(value)
+
+
+def encode_if_plain(value: Any) -> dict[str, Any] | None:
+    """{"value": JSON} of a simple value; None for other values."""
     try:
         return {"value": encode_value(value)}
     except SelectionError:
@@ -371,10 +376,7 @@ def _state_entry(value: Any, parameter: Any, owner: Source) -> Any:
         cut = shows_runs(owner.live) and value.dim() > 0
         shape = list(owner.shape if cut else value.shape)
         return {"shape": shape, "dtype": dtype_name(value.dtype), "host": host}
-    try:
-        return {"value": encode_value(value)}
-    except SelectionError:
-        return None
+    return encode_if_plain(value)
 
 
 def _has_shape_of(entry: Any, owner: Source) -> bool:
@@ -411,7 +413,6 @@ def _entry_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
 
 
 def _empty_state_tensor(entry: Any, parameter: Any, owner: Source) -> Tensor:
-    """Memory for a state tensor, sharded like its parameter."""
     dtype = dtype_of(entry["dtype"])
     device = torch.device("cpu") if entry["host"] else parameter.device
     if _has_shape_of(entry, owner):

@@ -69,7 +69,7 @@ class RestoreReport:
     differences: tuple[str, ...] = ()
     """Settings in which this run differs from the one that saved."""
     notes: tuple[str, ...] = ()
-    """What the resume decided and a reader should know."""
+    """Decisions of the resume that a reader should know."""
     requests: int = 0
     """Range requests of all ranks to a bucket; 0 for a checkpoint on a disk."""
 
@@ -138,7 +138,7 @@ def restore_weights(found: Mapping[Key, Source], point: ResumePoint, fill_all: F
 
 
 def find_misfits(live: LiveRun, point: ResumePoint) -> list[Restored]:
-    """The items that cannot be restored, as far as that can be told without a `load_state_dict`. Changes nothing."""
+    """The items that cannot be restored, found without calling a `load_state_dict`. Changes nothing."""
 
     def only_check(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
         check_all(collect())
@@ -234,9 +234,9 @@ def restore_items(
 
 
 def find_damage(point: ResumePoint, outcomes: Sequence[Restored], ranks: Ranks) -> tuple[str, ...]:
-    """The problems of files whose digests were due while ranks read them, the same on all ranks. Collective then.
+    """The problems of files whose digests are compared while ranks read them, the same on all ranks; collective then.
 
-    Files that no rank has read are read for it. A file from which one of `outcomes` could not be read is damaged too.
+    Files that no rank has read are read now. A file from which one of `outcomes` could not be read is damaged too.
     """
     if not point.is_proved_late:
         return ()

@@ -140,7 +140,6 @@ def _restore_on_rank(
 
 
 def _restore_tensors(live: LiveRun, point: ResumePoint, fill_all: Filler, with_weights: bool) -> list[Restored]:
-    """Restore the models and optimizers."""
     outcomes = [restore_weights(live.found, point, fill_all)] if with_weights else []
     for optimizer in zero_optimizers(live.items):
         zero_optimizer.adopt_weights(optimizer)

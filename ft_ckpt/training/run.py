@@ -254,7 +254,6 @@ class TrainingRun:
 
     @property
     def progress(self) -> Progress:
-        """The progress at this moment."""
         location = self.resumed_from.location if self.resumed_from else None
         return Progress(self.step, **self.feeds.counts, resumed_from=location, report=self.report)
 

@@ -451,12 +451,12 @@ def _problems(known: _KnownDocument, manifest: Manifest) -> Iterator[str]:
         yield "ranks: none"
     counts = {name: known.progress.get(name) for name in ("step", "epoch", "batch", "samples")}
     yield from (f"progress.{name}: {count}" for name, count in counts.items() if count is None or count < 0)
-    for name, value, told in (
+    for name, value, expected in (
         ("progress.step", counts["step"], manifest.step),
         ("run_id", known.run_id, manifest.run_id),
     ):
-        if told not in (None, value):
-            yield f"{name}: {value!r}, expected {told!r} as in the manifest"
+        if expected not in (None, value):
+            yield f"{name}: {value!r}, expected {expected!r} as in the manifest"
     yield from _tried("history", lambda: begin_history(0, 0, 0.0, known.history))
     flags = known.requires_grad  # absent in earlier versions
     if flags is not None and [*flags] not in ([_TRAINED], [_FROZEN]):
@@ -558,8 +558,8 @@ def _check_tensors(known: _KnownDocument, manifest: Manifest) -> None:
 def _referred_tensors(known: _KnownDocument) -> Iterator[tuple[str, _Stored]]:
     """The tensors of the state part that the document refers to, by name, without those of models."""
     yield from ((place[-1], (None, None)) for place in known.weights.values() if place[:1] == (FOLDER,))
-    for name, odd in known.apart.items():
-        yield from ((own_name(name, int(rank)), (None, None)) for rank in odd)
+    for name, places in known.apart.items():
+        yield from ((own_name(name, int(rank)), (None, None)) for rank in places)
     for item, entry in known.items.items():
         if "optimizer" in entry:
             described = entry["optimizer"]
@@ -644,7 +644,6 @@ class StoredTensors:
         return file.read(name).view(file.specs[name].shape)
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._open.values():
             file.close()
 
@@ -728,7 +727,6 @@ class Captured:
 
     @property
     def document(self) -> Document:
-        """The state without tensors."""
         return {} if self.state is None else self.state.document
 
 

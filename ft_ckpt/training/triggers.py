@@ -79,7 +79,6 @@ class Rehearsal:
     stop: int | None = None  # the script ends after this one, with a checkpoint to resume from
 
     def to_json(self) -> str:
-        """The text that the variable holds."""
         return json.dumps(asdict(self))
 
 

@@ -257,10 +257,7 @@ def _is_cut(value: Any, master: Tensor) -> bool:
 def _zero_state_entry(value: Any, master: Tensor, owner: Source) -> Any:
     """Shape, dtype and device of a tensor as for the parameter, or {"value": plain value}; None for other values."""
     if not isinstance(value, Tensor):
-        try:
-            return {"value": encode_value(value)}
-        except SelectionError:
-            return None
+        return optimizers.encode_if_plain(value)
     if _is_cut(value, master):
         return {"shape": list(owner.shape), "dtype": dtype_name(value.dtype), "host": False}
     if value.numel() != 1:
