@@ -124,8 +124,8 @@ class CheckpointSaver:
         the background, as `ft_ckpt.push` does; the report's `push` is the handle.
 
         Raises SelectionError when the model lacks the requested part or the request is ambiguous, IncompleteError when
-        the files would differ from the model, TargetError or NoSpaceError when it cannot be written, RankError when another rank
-        failed, RanksDisagreeError when ranks called differently or not at all; nothing is committed then.
+        the files would differ from the model, TargetError or NoSpaceError when it cannot be written, RankError when
+        another rank failed, RanksDisagreeError when ranks called differently or not at all; nothing is committed then.
         """
         given: dict[str, Any] = {"dtype": dtype, "chat_template_name": chat_template_name, "format": format}
         given |= {"compression": compression, "max_shard_size": max_shard_size}
