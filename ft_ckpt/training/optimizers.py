@@ -233,11 +233,16 @@ def state_tensors(optimizer: Any, description: Description, found: Mapping[str, 
     """
     sources, missing = {}, []
     for name, entries in description["state"].items():
+        owner = found[name]
+        state = optimizer.state.get(parameter_of(owner), {})
+        is_cut = shows_runs(owner.live) or is_distributed(owner.live)
+        has_part = is_cut and owner.local is not None and owner.local.numel() > 0
         for key, entry in entries.items():
-            if "dtype" in entry:
-                state = optimizer.state.get(parameter_of(found[name]), {})
-                missing += [f"{name}: {key}"] if key not in state and _has_part(found[name], entry) else []
-                sources[f"{name}/{key}"] = _entry_source(found[name], key, entry, state.get(key))
+            if "dtype" not in entry:
+                continue
+            if key not in state and has_part and _has_shape_of(entry, owner):
+                missing.append(f"{name}: {key}")
+            sources[f"{name}/{key}"] = _entry_source(owner, key, entry, state.get(key))
     refuse_missing_state(optimizer, missing)
     return sources
 
@@ -250,12 +255,6 @@ def refuse_missing_state(optimizer: Any, missing: list[str]) -> None:
             "parameters, this rank has not, so a part would be lost; step on all ranks, or save without the "
             "optimizer's state"
         )
-
-
-def _has_part(owner: Source, entry: Any) -> bool:
-    """Whether a state tensor is sharded like its parameter, and this rank holds elements of it."""
-    is_cut = shows_runs(owner.live) or is_distributed(owner.live)
-    return is_cut and _has_shape_of(entry, owner) and owner.local is not None and owner.local.numel() > 0
 
 
 def check(optimizer: Any, description: Description, found: Mapping[str, Source]) -> None:

@@ -9,7 +9,7 @@ from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, damaged_input, listing
 from ft_ckpt.messages import warn
 from ft_ckpt.training import zero_optimizer
-from ft_ckpt.training.accelerate_run import fit_point
+from ft_ckpt.training.accelerate_folder import fit_point
 from ft_ckpt.training.choose import Wanted, choose_checkpoint
 from ft_ckpt.training.items import (
     Item,

@@ -252,7 +252,10 @@ def assemble_state(
                 entries.append(_entry_of(_leaf_source(f"rank-{owner}/{name}/{index}", leaf, tensor, owner)))
     document = {
         "version": DOCUMENT_VERSION,
-        "items": {item.name: _describe_item(item, facts[item.name]) for item in items},
+        "items": {
+            item.name: _summarize_tree(facts[item.name]) if item.kind == "object" else facts[item.name]
+            for item in items
+        },
         "ranks": [{name: _summarize_tree(fact) for name, fact in own.items()} for own in trees],
     }
     return TrainingState(tuple(entries), document)
@@ -311,12 +314,6 @@ def flatten_tree(value: Any, name: str, digest: bool) -> tuple[Document, list[Te
 
 def _live_leaf(leaf: Leaf) -> Tensor:
     return torch.from_numpy(leaf.data) if leaf.is_array else leaf.data.detach()
-
-
-def _describe_item(item: Item, fact: Document) -> Document:
-    if item.kind == "optimizer":
-        return {"optimizer": fact["optimizer"]}
-    return {"model": True} if item.kind == "model" else _summarize_tree(fact)
 
 
 def _summarize_tree(fact: Document) -> Document:
@@ -609,18 +606,14 @@ class StoredTensors:
         place = self._files.get((part, name))
         if place is None:
             raise LoadError(f"{name}: not among the tensors of the checkpoint {self._held.location}")
-        if place not in self._open:
-            self._open[place] = self._remote(part) if self._remote else self._listed_file(part, place)
+        if place not in self._open and self._remote:
+            self._open[place] = self._remote(part)
+        elif place not in self._open:
+            store, reader = self._held.store, format_named(self._formats[part])
+            proof = next((one for one in self.proofs if one.record.path == place), None)
+            open_file = lambda: reader.open_file(store.open(place))  # noqa: E731
+            self._open[place] = ListedFile(store.where(place), self._specs[place], open_file, proof)
         return self._open[place]
-
-    def _listed_file(self, part: str, place: str) -> ListedFile:
-        """The file at `place`, of tensors of the part in folder `part`."""
-
-        def open_file() -> TensorFile:
-            return format_named(self._formats[part]).open_file(self._held.store.open(place))
-
-        proof = next((one for one in self.proofs if one.record.path == place), None)
-        return ListedFile(self._held.store.where(place), self._specs[place], open_file, proof)
 
     @cached_property
     def _specs(self) -> dict[str, dict[str, Spec]]:
