@@ -64,12 +64,13 @@ def find_accelerate_folder(path: Path) -> Path | None:
     if store.stat(MARKER) is not None:
         return path
     for place in (store, store.within("checkpoints")):
-        numbered = {
-            folder.name: re.fullmatch(r"checkpoint_(\d+)", folder.name) for folder in place.list_folder().folders
-        }
-        found = {int(n[1]): name for name, n in numbered.items() if n and place.within(name).stat(MARKER) is not None}
-        if found:
-            return place.folder / found[max(found)]
+        by_number: dict[int, str] = {}
+        for folder in place.list_folder().folders:
+            match = re.fullmatch(r"checkpoint_(\d+)", folder.name)
+            if match and place.within(folder.name).stat(MARKER) is not None:
+                by_number[int(match[1])] = folder.name
+        if by_number:
+            return place.folder / by_number[max(by_number)]
     return None
 
 
@@ -99,9 +100,9 @@ def open_accelerate_folder(path: Path, stack: ExitStack) -> ResumePoint:
         contents.add_rank(rank, names["random"].get(rank, f"random_states_{rank}.pkl"))
     for number, name in names["model"].items():
         weights = weight_files(store, "model")[0] if name.endswith(".index.json") else [name]
-        for one in weights:
-            if one.endswith(".bin"):
-                with closing(store.open(one)) as file:
+        for file_name in weights:
+            if file_name.endswith(".bin"):
+                with closing(store.open(file_name)) as file:
                     compare_sums(RawFile(file))
         contents.files.append((f"model_{number}/", join_weight_files(store, weights)))
     joined = JoinedFile([*contents.files, ("", contents.memory)], str(path))
@@ -159,12 +160,12 @@ class _Contents:
         self.ranks.append(trees)
 
         def take_states(raw: RawFile) -> None:
-            found = load_torch_values(raw)
+            states = load_torch_values(raw)
             with damaged_input(file):
-                made = _generators_of(found)
-            trees["rng"] = self._keep_tree(made, f"rank-{rank}/rng")
-            if type(found.get("step")) is int:
-                trees["accumulation"] = self._keep_tree(found["step"], f"rank-{rank}/accumulation")
+                generators = _generators_of(states)
+            trees["rng"] = self._keep_tree(generators, f"rank-{rank}/rng")
+            if type(states.get("step")) is int:
+                trees["accumulation"] = self._keep_tree(states["step"], f"rank-{rank}/accumulation")
 
         self._try(f"random_{rank}", file, take_states)
 
@@ -229,7 +230,7 @@ def _read_tensor(value: Any) -> Any:
 def _generators_of(states: Mapping[str, Any]) -> rng.State:
     """The random states of one rank as `rng.restore_generators` takes them."""
     _kind, words, position, has_gauss, gauss = states["numpy_random_seed"]
-    found: rng.State = {
+    generators: rng.State = {
         "python": rng.python_state(states["random_state"]),
         "numpy": {
             "bit_generator": "MT19937",
@@ -242,24 +243,24 @@ def _generators_of(states: Mapping[str, Any]) -> rng.State:
     for key, value in states.items():
         device = re.fullmatch(r"torch_(\w+)_manual_seed", key)
         if device is not None and isinstance(value, (list, tuple)):
-            found[device[1]] = {str(number): one for number, one in enumerate(value)}
-    return found
+            generators[device[1]] = {str(number): state for number, state in enumerate(value)}
+    return generators
 
 
 def _files_by_kind(store: LocalStore) -> dict[str, dict[int, str]]:
     """The files of each kind by number; of weights in two formats safetensors, as Accelerate chooses."""
-    found: dict[str, dict[int, str]] = {kind: {} for kind in _NAMES}
-    for name in sorted(one.name for one in store.list_folder().objects):
+    files: dict[str, dict[int, str]] = {kind: {} for kind in _NAMES}
+    for name in sorted(stored.name for stored in store.list_folder().objects):
         for kind, pattern in _NAMES.items():
             match = re.fullmatch(pattern, name)
             if match is not None:
-                found[kind].setdefault(int(match[1] or 0), name)
-    return found
+                files[kind].setdefault(int(match[1] or 0), name)
+    return files
 
 
 def _why_unreadable(store: LocalStore) -> str:
     listed = store.list_folder()
-    names = [one.name for one in listed.objects] + [one.name for one in listed.folders]
+    names = [entry.name for entry in listed.objects] + [entry.name for entry in listed.folders]
     sharded = sorted(name for name in names if _SHARDED.fullmatch(name))
     if sharded:
         return (
@@ -271,11 +272,11 @@ def _why_unreadable(store: LocalStore) -> str:
 
 
 def _make_point(store: LocalStore, document: Document, joined: TensorFile, names: list[str]) -> ResumePoint:
-    stats = [found for name in names if (found := store.stat(name)) is not None]
-    files = tuple(FileRecord(one.name, one.size_bytes, "") for one in stats)
-    tensors = tuple(TensorRecord(name, one.shape, one.dtype, MARKER, 0, 0) for name, one in joined.specs.items())
+    stats = [stat for name in names if (stat := store.stat(name)) is not None]
+    files = tuple(FileRecord(item.name, item.size_bytes, "") for item in stats)
+    tensors = tuple(TensorRecord(name, item.shape, item.dtype, MARKER, 0, 0) for name, item in joined.specs.items())
     part = PartRecord(FOLDER, FOLDER, "state", "torch", "", tensors)
-    text = repr([(one.name, one.size_bytes, one.version) for one in stats])
+    text = repr([(item.name, item.size_bytes, item.version) for item in stats])
     identity = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     held = OpenCheckpoint(store, store, Manifest((part,), files, "full", ""), identity)
     document["run_id"] = identity
@@ -420,17 +421,17 @@ class _Fitting:
 
     def items_of(self, kind: str) -> list[tuple[str, str]]:
         """(number, item of the run) of the files of one kind that were read; notes the outcome of the others."""
-        found, live = [], self.order[kind]
+        read, names = [], self.order[kind]
         for number, file in self.foreign["files"][kind].items():
-            name = live[int(number)] if int(number) < len(live) else None
+            name = names[int(number)] if int(number) < len(names) else None
             failed = self.foreign["failed"].get(f"{kind}_{number}")
             if name is None:
                 self.outcomes.append(Restored(file, "absent", "in the folder, not in this run"))
             elif failed is not None:
                 self.outcomes.append(Restored(name, "failed", failed))
             else:
-                found.append((number, name))
-        return found
+                read.append((number, name))
+        return read
 
 
 def _names_in_order(run: LiveRun, foreign: Document) -> dict[str, list[str | None]]:
@@ -453,14 +454,15 @@ def _names_in_order(run: LiveRun, foreign: Document) -> dict[str, list[str | Non
 
 def _live_names(places: Mapping[str, str], live: Mapping[str, Source]) -> dict[str, str]:
     """`places` under the names of the live model's tensors; unknown names are kept."""
-    found = {}
+    renamed = {}
     for name, place in places.items():
         bare = name.replace("_orig_mod.", "")
-        found[next((one for one in (name, bare, bare.removeprefix("module.")) if one in live), name)] = place
+        candidates = (name, bare, bare.removeprefix("module."))
+        renamed[next((known for known in candidates if known in live), name)] = place
     for group in tied_names(live):
-        stored = next((name for name in group if name in found), None)
-        found |= {name: found[stored] for name in group if stored is not None and name not in found}
-    return found
+        stored = next((name for name in group if name in renamed), None)
+        renamed |= {name: renamed[stored] for name in group if stored is not None and name not in renamed}
+    return renamed
 
 
 def _fit_optimizer(item: Item, stored: Document, labels: Mapping[str, Source]) -> tuple[Description, dict[str, str]]:
@@ -470,8 +472,8 @@ def _fit_optimizer(item: Item, stored: Document, labels: Mapping[str, Source]) -
     """
     optimizer = optimizers.unwrap_optimizer(item.value)
     live = _names_of_groups(optimizer, labels)
-    there = [group["params"] for group in stored["groups"]]
-    counts = [len(one) for one in there], [len(one) for one in live]
+    stored_groups = [group["params"] for group in stored["groups"]]
+    counts = [len(one) for one in stored_groups], [len(one) for one in live]
     if counts[0] != counts[1]:
         raise LoadError(
             f"groups of {listing([str(n) for n in counts[0]], ', ')} parameters in the folder, of "
@@ -479,14 +481,14 @@ def _fit_optimizer(item: Item, stored: Document, labels: Mapping[str, Source]) -
         )
     owners = {
         name: number
-        for ours, theirs in zip(live, there, strict=True)
-        for name, number in zip(ours, theirs, strict=True)
+        for names, numbers in zip(live, stored_groups, strict=True)
+        for name, number in zip(names, numbers, strict=True)
     }
     # torch keeps the count of steps in main memory, except of capturable and fused optimizers.
     on_device = {
         name: any(group["values"].get(option, {}).get("value") for option in ("capturable", "fused"))
-        for group, some in zip(stored["groups"], live, strict=True)
-        for name in some
+        for group, members in zip(stored["groups"], live, strict=True)
+        for name in members
     }
     state: Document = {}
     for name, number in owners.items():
@@ -503,7 +505,7 @@ def _fit_optimizer(item: Item, stored: Document, labels: Mapping[str, Source]) -
     ]
     if problems:
         raise LoadError(f"{listing(problems)}; give the optimizer its parameters in the order of the saved run")
-    groups = [{"params": some, "values": one["values"]} for some, one in zip(live, stored["groups"], strict=True)]
+    groups = [{"params": members, "values": one["values"]} for members, one in zip(live, stored["groups"], strict=True)]
     return {"class": type(optimizer).__name__, "groups": groups, "state": state}, owners
 
 
@@ -512,7 +514,7 @@ def _names_of_groups(optimizer: Any, labels: Mapping[str, Source]) -> list[list[
     if zero_optimizer.is_zero(optimizer):
         return [group["params"] for group in zero_optimizer.describe(optimizer, labels)["groups"]]
     names = optimizers.names_of(optimizer, labels)
-    if [len(some) for some in names] != [len(group["params"]) for group in optimizer.param_groups]:
+    if [len(members) for members in names] != [len(group["params"]) for group in optimizer.param_groups]:
         raise LoadError(
             "the folder has parameters by their order, and FSDP1 has put several into one here; resume with "
             "use_orig_params=True or under another wrapper"
@@ -522,7 +524,7 @@ def _names_of_groups(optimizer: Any, labels: Mapping[str, Source]) -> list[list[
 
 def _steps_done(foreign: Document, accelerator: Any, ranks: int) -> tuple[int, list[str]]:
     """The number of steps of the saved run, and a note on its source."""
-    counts = [one["steps"] for one in foreign["optimizers"].values() if one.get("steps") is not None]
+    counts = [optimizer["steps"] for optimizer in foreign["optimizers"].values() if optimizer.get("steps") is not None]
     if counts:
         return max(counts), [f"step {max(counts)}: as the optimizer counts its own"]
     scheduler = next(iter(getattr(accelerator, "_schedulers", ())), None)
@@ -541,7 +543,7 @@ def _renamed_tensors(point: ResumePoint, names: Mapping[str, str]) -> StoredTens
     file: TensorFile = point.tensors.file_of(FOLDER, part.tensors[0].name)
     both = {name: name for name in file.specs} | {new: old for new, old in names.items() if old in file.specs}
     renamed = RenamedFile(file, both)
-    records = [TensorRecord(name, one.shape, one.dtype, "", 0, 0) for name, one in renamed.specs.items()]
+    records = [TensorRecord(name, spec.shape, spec.dtype, "", 0, 0) for name, spec in renamed.specs.items()]
     manifest: Manifest = replace(point.checkpoint.manifest, parts=(replace(part, tensors=tuple(records)),))
     held = replace(point.checkpoint, manifest=manifest)
     return StoredTensors(held, lambda _part: renamed)

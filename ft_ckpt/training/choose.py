@@ -191,19 +191,19 @@ def accelerate_folder_at(place: Place) -> Path | None:
 
 def _grouped_copies(infos: Iterable[CheckpointInfo]) -> list[list[Place]]:
     """The places of checkpoints in order, copies of one checkpoint grouped."""
-    found: dict[str, list[Place]] = {}
+    by_content: dict[str, list[Place]] = {}
     for info in infos:
-        found.setdefault(content_identity(info.manifest), []).append(Place(info.store))
-    return list(found.values())
+        by_content.setdefault(content_identity(info.manifest), []).append(Place(info.store))
+    return list(by_content.values())
 
 
 def _named_checkpoint(wanted: Wanted, infos: Sequence[CheckpointInfo]) -> Place:
     """The named checkpoint. Raises NotACheckpointError if it does not exist or has no training state."""
     named = wanted.place
     if not _folder_exists(named):
-        there = list(dict.fromkeys(info.name for info in infos))
+        names = list(dict.fromkeys(info.name for info in infos))
         raise NotACheckpointError(
-            f"{named}: not found; {wanted.places.directory} has {listing(there, ', ') or 'none'}. Expected 'auto', "
+            f"{named}: not found; {wanted.places.directory} has {listing(names, ', ') or 'none'}. Expected 'auto', "
             "'must', 'never', the name of one of these, or a path"
         )
     if not has_training_state(load_manifest(named.folder)):
@@ -222,14 +222,14 @@ def _open_one_of(copies: Sequence[Place], wanted: Wanted, stack: ExitStack) -> t
     """
     problems: list[str] = []
     for place in copies:
-        point, found = look_again(lambda: _open_whole(place, wanted, stack), lambda tried: may_pass(tried[1]))  # noqa: B023 - called at once
+        point, damage = look_again(lambda: _open_whole(place, wanted, stack), lambda tried: may_pass(tried[1]))  # noqa: B023 - called at once
         if point is not None:
             if problems:
                 warn(f"{listing(problems)}; damaged, taking its copy {place}", stacklevel=2)
             return point, []
-        kind = PassingProblem if may_pass(found) else str
-        problems.append(kind(f"{place}: {listing(list(found))}"))
-    return None, [one for one in problems if isinstance(one, PassingProblem)] or problems
+        kind = PassingProblem if may_pass(damage) else str
+        problems.append(kind(f"{place}: {listing(list(damage))}"))
+    return None, [problem for problem in problems if isinstance(problem, PassingProblem)] or problems
 
 
 def _open_whole(place: Place, wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint | None, tuple[str, ...]]:
@@ -241,8 +241,8 @@ def _open_whole(place: Place, wanted: Wanted, stack: ExitStack) -> tuple[ResumeP
             held = trial.enter_context(open_checkpoint(place, compares=False))
             proofs = held.late_proofs() if wanted.deep and wanted.late else []
             late = {proof.record.path for proof in proofs}
-            found = held.find_problems(wanted.deep, keep=held.tensor_files, late=late)
-            if not found:
+            problems = held.find_problems(wanted.deep, keep=held.tensor_files, late=late)
+            if not problems:
                 point = open_resume_point(held, trial, proofs)
                 stack.push(trial.pop_all())
                 return point, ()
@@ -250,7 +250,7 @@ def _open_whole(place: Place, wanted: Wanted, stack: ExitStack) -> tuple[ResumeP
             return None, (PassingProblem(error),)
         except (ManifestError, CorruptError, OSError) as error:
             return None, (str(error),)
-    return None, found
+    return None, problems
 
 
 def has_training_state(manifest: Manifest) -> bool:
@@ -269,7 +269,7 @@ def branch_run_id(wanted: Wanted, chosen: OpenCheckpoint, infos: Sequence[Checkp
         return uuid.uuid4().hex
     is_own = any(beside.url == each.absolute.folder.url for each in wanted.places.folders)
     all_beside = infos if is_own else list_readable(Place(beside)).found
-    steps = [one.manifest.step or 0 for one in resumable(all_beside) if one.manifest.run_id == manifest.run_id]
+    steps = [info.manifest.step or 0 for info in resumable(all_beside) if info.manifest.run_id == manifest.run_id]
     return uuid.uuid4().hex if any(step > (manifest.step or 0) for step in steps) else None
 
 

@@ -383,7 +383,7 @@ def _is_whole(value: Any, least: float = 0) -> bool:
 
 def _is_state(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
-        one is None or (isinstance(one, Mapping) and {"kind", "state"} <= one.keys()) for one in value.values()
+        state is None or (isinstance(state, Mapping) and {"kind", "state"} <= state.keys()) for state in value.values()
     )
 
 

@@ -267,12 +267,12 @@ def _sampler_at(holder: Any, name: str) -> Any:
 
 
 def _nested_datasets(loader: Any) -> list[Any]:
-    found: list[Any] = []
+    datasets: list[Any] = []
     holder = base_loader(loader)
-    while "dataset" in getattr(holder, "__dict__", {}) and len(found) < _DEEPEST:
+    while "dataset" in getattr(holder, "__dict__", {}) and len(datasets) < _DEEPEST:
         holder = vars(holder)["dataset"]
-        found.append(holder)
-    return found
+        datasets.append(holder)
+    return datasets
 
 
 def _loader_parts(loader: Any) -> dict[str, Any]:
@@ -285,20 +285,20 @@ def _loader_parts(loader: Any) -> dict[str, Any]:
 
 def loader_counters(loader: Any) -> dict[str, int]:
     """The epochs and seeds in the loader's parts."""
-    found = {}
+    counters = {}
     for part_name, part in _loader_parts(loader).items():
         for name in _NUMBERS.get(part_name.split(".")[0], ()):
             value = getattr(part, name, None)
             is_ours = name in getattr(part, "__dict__", {}) or hasattr(part, f"set_{name}")
             if is_ours and isinstance(value, int) and not isinstance(value, bool):
-                found[f"{part_name}:{name}"] = value
-    return found
+                counters[f"{part_name}:{name}"] = value
+    return counters
 
 
 def set_loader_counters(loader: Any, saved: Mapping[str, int]) -> None:
     """Restore `loader_counters` in the parts that this loader has."""
-    here, parts = loader_counters(loader), _loader_parts(loader)
-    for key in saved.keys() & here.keys():
+    current, parts = loader_counters(loader), _loader_parts(loader)
+    for key in saved.keys() & current.keys():
         part_name, name = key.split(":")
         if hasattr(parts[part_name], f"set_{name}"):
             getattr(parts[part_name], f"set_{name}")(saved[key])
@@ -308,24 +308,24 @@ def set_loader_counters(loader: Any, saved: Mapping[str, int]) -> None:
 
 def loader_generators(loader: Any) -> dict[str, tuple[Any, str, Any]]:
     """The loader's own generators as (part, attribute, generator); None for an empty attribute."""
-    found = {}
+    generators = {}
     for part_name, part in _loader_parts(loader).items():
         for name, value in getattr(part, "__dict__", {}).items():
             is_slot = name == "generator" and value is None
             if is_slot or isinstance(value, rng.KINDS):
-                found[f"{part_name}:{name}"] = (part, name, value)
-    return found
+                generators[f"{part_name}:{name}"] = (part, name, value)
+    return generators
 
 
 def generator_states(loader: Any) -> dict[str, Any]:
     """The state of each of `loader_generators`, None for an empty attribute. A shared generator is read once."""
     states: dict[int, Any] = {}
-    found = {}
+    by_key = {}
     for key, (_, _, generator) in loader_generators(loader).items():
         if id(generator) not in states:
             states[id(generator)] = rng.state_of(generator)
-        found[key] = states[id(generator)]
-    return found
+        by_key[key] = states[id(generator)]
+    return by_key
 
 
 def set_generator_states(loader: Any, saved: Mapping[str, Any]) -> None:

@@ -69,21 +69,29 @@ def merge_descriptions(descriptions: Sequence[Description]) -> Description:
 
     Group settings and numbers that differ from rank 0's are under "own", by rank.
     """
-    if all(one is descriptions[0] for one in descriptions):
+    if all(description is descriptions[0] for description in descriptions):
         return descriptions[0]
-    differing = [rank for rank, one in enumerate(descriptions) if one.get("beside") != descriptions[0].get("beside")]
+    differing = [
+        rank
+        for rank, description in enumerate(descriptions)
+        if description.get("beside") != descriptions[0].get("beside")
+    ]
     if differing:
         raise SelectionError(
             f"{descriptions[0]['class']}: its state beside that of the parameters differs on rank {differing[0]} from "
             "rank 0's: it cannot be saved; make it the same, or save without the optimizer's state"
         )
     state: dict[str, dict[str, Any]] = {}
-    for rank, one in enumerate(descriptions):
-        for name, entries in one["state"].items():
+    for rank, description in enumerate(descriptions):
+        for name, entries in description["state"].items():
             known = state.setdefault(name, {})
             known.update({k: {**v, "rank": rank} if rank else v for k, v in entries.items() if k not in known})
     together = {**descriptions[0], "state": state}
-    own = {str(rank): values for rank, one in enumerate(descriptions) if (values := _values_of_rank(one, together))}
+    own = {
+        str(rank): values
+        for rank, description in enumerate(descriptions)
+        if (values := _values_of_rank(description, together))
+    }
     return {**together, **({"own": own} if own else {})}
 
 
@@ -102,13 +110,13 @@ def description_of_rank(description: Description, rank: int) -> Description:
 
 def settings_by_rank(description: Description) -> dict[str, list[int]]:
     """The settings and numbers that differ from rank 0's, by name, and the ranks that differ."""
-    found: dict[str, list[int]] = {}
+    differing: dict[str, list[int]] = {}
     for rank, own in description.get("own", {}).items():
         names = [f"{key} of group {number}" for number, values in own["groups"].items() for key in values]
         names += [f"{name}: {key}" for name, entries in own["state"].items() for key in entries]
         for name in names:
-            found.setdefault(name, []).append(int(rank))
-    return found
+            differing.setdefault(name, []).append(int(rank))
+    return differing
 
 
 def _values_of_rank(one: Description, together: Description) -> Description:
@@ -360,7 +368,9 @@ _TRAINED, _FROZEN = "trained", "frozen"
 def gradient_flags(found: Mapping[Key, Source]) -> Document:
     """The labels of parameters that require a gradient, or of those that do not, whichever are fewer."""
     flags = _flags_by_label(found)
-    trained, frozen = [[label for label, one in flags.items() if one is flag] for flag in (True, False)]
+    trained, frozen = [
+        [label for label, requires_grad in flags.items() if requires_grad is flag] for flag in (True, False)
+    ]
     return {_TRAINED: trained} if len(trained) < len(frozen) else {_FROZEN: frozen}
 
 
@@ -386,8 +396,10 @@ def changed_flags(document: Document, found: Mapping[Key, Source]) -> list[str]:
 
 def _flags_by_label(found: Mapping[Key, Source]) -> dict[str, bool]:
     """`requires_grad` of the parameters themselves, whether an optimizer has trained them or not."""
-    parameters = {f"{item}: {name}" if item else name: one for (item, name), one in found.items() if one.is_parameter}
-    layouts = layouts_of(by_engine(one.live for one in parameters.values()))
+    parameters = {
+        f"{item}: {name}" if item else name: source for (item, name), source in found.items() if source.is_parameter
+    }
+    layouts = layouts_of(by_engine(source.live for source in parameters.values()))
     return {label: layout.trainable for label, layout in zip(parameters, layouts, strict=True)}
 
 
@@ -433,7 +445,9 @@ def read_document(store: Store, manifest: Manifest) -> Document:
         known: _KnownDocument = reader_of(_KnownDocument)(document)
         if problems := list(_problems(known, manifest)):
             raise CorruptError(f"{file}: {listing(problems)}; resume from another checkpoint")
-    return {one.name: document[one.name] for one in fields(known) if one.name in document}
+    return {
+        known_field.name: document[known_field.name] for known_field in fields(known) if known_field.name in document
+    }
 
 
 def _refuse_constant(name: str) -> Any:
@@ -459,8 +473,8 @@ def _problems(known: _KnownDocument, manifest: Manifest) -> Iterator[str]:
     if flags is not None and [*flags] not in ([_TRAINED], [_FROZEN]):
         yield f"{FLAGS}: {listing(sorted(flags), ', ') or 'nothing'}, expected {_TRAINED!r} or {_FROZEN!r}"
     described = {name: entry["optimizer"] for name, entry in known.items.items() if "optimizer" in entry}
-    for name, one in described.items():
-        yield from _tried(f"items.{name}", lambda: _check_optimizer(one, len(known.ranks)))  # noqa: B023 - called at once
+    for name, description in described.items():
+        yield from _tried(f"items.{name}", lambda: _check_optimizer(description, len(known.ranks)))  # noqa: B023 - called at once
     yield from _tried("tensors", lambda: _check_tensors(known, manifest))
 
 
@@ -487,8 +501,8 @@ def _check_optimizer(described: Any, ranks: int) -> None:
     if type(described) is not dict or type(described["class"]) is not str or type(described["groups"]) is not list:
         raise CorruptError("not an optimizer's state")
     for group in described["groups"]:
-        found = reader_of(_Group)(group if type(group) is dict else {})
-        _check_settings(found.values)
+        checked = reader_of(_Group)(group if type(group) is dict else {})
+        _check_settings(checked.values)
     _check_entries(described["state"], ranks)
     for dtype in _read_names(described.get("masters", {})).values():
         dtype_of(dtype)
@@ -533,7 +547,9 @@ def _check_entries(state: Any, ranks: int) -> None:
 
 def _check_tensors(known: _KnownDocument, manifest: Manifest) -> None:
     """Raise CorruptError for references to missing or other tensors, and for tensors without a reference."""
-    specs = {(part.path, one.name): (one.shape, one.dtype) for part in manifest.parts for one in part.tensors}
+    specs = {
+        (part.path, tensor.name): (tensor.shape, tensor.dtype) for part in manifest.parts for tensor in part.tensors
+    }
     problems = [
         f"weights.{name}: {list(place)} is not a tensor" for name, place in known.weights.items() if place not in specs
     ]
@@ -561,8 +577,10 @@ def _referred_tensors(known: _KnownDocument) -> Iterator[tuple[str, _Stored]]:
         if "optimizer" in entry:
             described = entry["optimizer"]
             for name, entries in described["state"].items():
-                tensors = ((key, one) for key, one in entries.items() if "dtype" in one)
-                yield from ((f"{item}/{name}/{key}", (tuple(one["shape"]), one["dtype"])) for key, one in tensors)
+                tensors = ((key, tensor) for key, tensor in entries.items() if "dtype" in tensor)
+                yield from (
+                    (f"{item}/{name}/{key}", (tuple(tensor["shape"]), tensor["dtype"])) for key, tensor in tensors
+                )
             for name, dtype in described.get("masters", {}).items():
                 yield f"{item}/{name}/{_MASTER}", (None, dtype)
         elif entry.get("model") is not True:
@@ -618,10 +636,10 @@ class StoredTensors:
     @cached_property
     def _specs(self) -> dict[str, dict[str, Spec]]:
         """The specs of the tensors in each file, in the order of the manifest."""
-        found: dict[str, dict[str, Spec]] = {}
+        specs: dict[str, dict[str, Spec]] = {}
         for tensor in (tensor for part in self._held.manifest.parts for tensor in part.tensors):
-            found.setdefault(tensor.file, {})[tensor.name] = Spec(tensor.name, tensor.shape, tensor.dtype)
-        return found
+            specs.setdefault(tensor.file, {})[tensor.name] = Spec(tensor.name, tensor.shape, tensor.dtype)
+        return specs
 
     def state_names(self, prefix: str) -> frozenset[str]:
         """Names of the training state's tensors that begin with `prefix`, without it."""
