@@ -152,7 +152,6 @@ class CheckpointSaver:
                     attribute=attribute,
                     tokenizer=self.tokenizer if tokenizer is None else tokenizer,
                     state_dict=state_dict,
-                    state_dict_given=state_dict is not None,
                     extra_files=dict(extra_files or {}),
                     **facts,
                 ),

@@ -208,10 +208,10 @@ def plan_copies(
     local_sources = {source.key: source for source in written}
     held = {key: local for key, source in local_sources.items() if (local := source.local) is not None}
     late: set[int] = set()
-    if not request.state_dict_given:
+    if request.state_dict is None:
         plain = {key: local_sources[key] for key in held if local_sources[key].engine in _IN_PLACE}
         late = {key for key, source in plain.items() if id(optimizer_parameter(source.live)) in owned}
-    blocks = request.state_dict_given if has_one_writer else _needs_gather(plan, request, ranks, config)
+    blocks = request.state_dict is not None if has_one_writer else _needs_gather(plan, request, ranks, config)
     return CopyPlan(
         now={key: local for key, local in held.items() if key not in late},
         late={key: held[key] for key in held if key in late},
@@ -251,7 +251,7 @@ def _needs_gather(plan: SavePlan, request: SaveRequest, ranks: Ranks, config: Sa
     if ranks.size == 1:
         return False
     plain = all(format_named(one.format).is_plain for one in plan.plans) and config.compression is None
-    if not plain or config.each_rank_writes == "off" or config.nonfinite == "raise" or request.state_dict_given:
+    if not plain or config.each_rank_writes == "off" or config.nonfinite == "raise" or request.state_dict is not None:
         return True
     if any(source.sharding.is_sharded for pair in plan.ties_to_check for source in pair):
         return True

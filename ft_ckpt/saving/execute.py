@@ -167,7 +167,7 @@ def agree_on_plan(
 
     Raises the `error` of any rank, RanksDisagreeError naming tensors, or replicas where the settings refuse these.
     """
-    compares = ranks.size > 1 and request is not None and request.differing is None and not request.state_dict_given
+    compares = ranks.size > 1 and request is not None and request.differing is None and request.state_dict is None
     digests: dict[str, replicas.ReplicaDigest] = {}
     if staged is not None and compares:
         replicated = replicas.replicated_tensors(staged.plan.plans)
@@ -223,7 +223,7 @@ def _describe_save(
         "kind": "merged" if request.merged else kind_of(request.adapter_only, request.attribute),
         "step": request.step,
         "tensors": xxhash.xxh3_64_hexdigest(names.encode()),  # names, shapes and dtypes in all files
-        "state_dict": request.state_dict_given,
+        "state_dict": request.state_dict is not None,
         "samples": staged.plan.samples,
         "stage": store.url if isinstance(store, SharedStore) else None,  # in which ranks may write files together
         "offers": {path: [offer.ranks, offer.digests] for path, offer in staged.offers.items()},

@@ -218,7 +218,6 @@ class SaveRequest:
     base_id: str | None = None
     attribute: Attribute = None
     state_dict: Mapping[str, Tensor] | None = None
-    state_dict_given: bool = False
     captured: Captured | None = None  # the tensors and, for a run, its state; None: captured by `plan_save`
     run_id: str | None = None
     protect: tuple[Place, ...] = ()  # checkpoints that are not deleted to make room
@@ -342,7 +341,7 @@ def plan_save(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePl
     mode = config.reuse_frozen if links else "off"
     # Identities, taken before a state dict replaces the tensors: all ranks plan the same files.
     frozen = frozenset(source.key for source in own.values() if not source.trainable and source.is_parameter)
-    if request.state_dict_given:
+    if request.state_dict is not None:
         own = from_state_dict(request.state_dict, own, ranks)
     extra: dict[str, Any] = {}  # entries of the model's state dict that are no tensors
     if not request.adapter_only or captured.state is None:  # a run of an adapter has them in its state

@@ -64,8 +64,8 @@ def prepare_stage(
         access=request.access,
     )
     try:
-        offers: dict[str, Offer] = {}
-        if config.reuse_frozen != "off" and config.nonfinite != "raise" and not request.state_dict_given:
+        offers: dict[str, Offer] = {}  # none with nonfinite="raise", which reads the values of all tensors
+        if config.reuse_frozen != "off" and config.nonfinite != "raise" and request.state_dict is None:
             shares = reuse_frozen.frozen_shares(plan.plans, ranks.size)
             shares = [share for share in shares if share.file.path not in changed]
             offers = reuse_frozen.link_candidates(shares, opened, ranks, config.each_rank_writes != "on")

@@ -235,12 +235,11 @@ def state_tensors(optimizer: Any, description: Description, found: Mapping[str, 
     for name, entries in description["state"].items():
         owner = found[name]
         state = optimizer.state.get(parameter_of(owner), {})
-        is_cut = shows_runs(owner.live) or is_distributed(owner.live)
-        has_part = is_cut and owner.local is not None and owner.local.numel() > 0
         for key, entry in entries.items():
             if "dtype" not in entry:
                 continue
-            if key not in state and has_part and _has_shape_of(entry, owner):
+            is_cut = _has_shape_of(entry, owner) and (shows_runs(owner.live) or is_distributed(owner.live))
+            if key not in state and is_cut and owner.local is not None and owner.local.numel() > 0:
                 missing.append(f"{name}: {key}")
             sources[f"{name}/{key}"] = _entry_source(owner, key, entry, state.get(key))
     refuse_missing_state(optimizer, missing)
