@@ -170,8 +170,8 @@ class _ClosureSchedule:
         every = self._every or (self._saver.config.every if self._saver is not None else None)
         if every is None and self._total_steps is None:
             raise ConfigError(
-                f"{self.name}: nothing says when it runs: @checkpoint_closure(every=Every(steps=100)), or a saver "
-                "with every=, open before the first call"
+                f"{self.name}: no schedule; pass @checkpoint_closure(every=Every(steps=100)), or open a saver with "
+                "every= before the first call"
             )
         if every is not None and every.epochs and (self._saver is None or not self._saver._run.feeds.known_positions):
             raise ConfigError(

@@ -308,8 +308,8 @@ def _refuse_unsized(loader: Any, limit: Any) -> None:
     except (TypeError, NotImplementedError):
         if not isinstance(limit, int):
             raise ConfigError(
-                f"{type(getattr(loader, 'dataset', loader)).__name__}: has no length, so Lightning is a batch ahead in "
-                "it, and no save could say where the run is; set the batches of an epoch: "
+                f"{type(getattr(loader, 'dataset', loader)).__name__}: has no length, so Lightning reads a batch "
+                "ahead, and a save would not know the position; set the batches of an epoch: "
                 "Trainer(limit_train_batches=N)"
             ) from None
 

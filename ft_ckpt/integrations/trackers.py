@@ -67,7 +67,7 @@ def log_to_wandb(
 
         target = run if run is not None else wandb.run
         if target is None:
-            raise ConfigError("no W&B run has begun; call wandb.init() ahead of the first save, or give a run")
+            raise ConfigError("no W&B run is active; call wandb.init() before the first save, or pass a run")
         with open_checkpoint(report.place) as held:
             facts = _facts_of(report, held.manifest)
             artifact = wandb.Artifact(name or f"checkpoint-{target.id}", type="model", metadata=facts)
@@ -101,7 +101,7 @@ def log_to_mlflow(
         active = mlflow.active_run()
         mlflow_run = run_id or (None if active is None else active.info.run_id)
         if mlflow_run is None:
-            raise ConfigError("no MLflow run has begun; call mlflow.start_run() ahead of the first save")
+            raise ConfigError("no MLflow run is active; call mlflow.start_run() before the first save")
         values = {name.replace("/", "_"): value for name, value in checkpoint_values(report).items()}
         mlflow.log_metrics(values, step=report.step, run_id=mlflow_run)
         with open_checkpoint(report.place) as held:

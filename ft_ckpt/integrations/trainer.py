@@ -86,7 +86,7 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._trainer is None:
-            raise ConfigError("FtCkptCallback: added to a trainer that was there; use FtCkptCallback.attach(trainer)")
+            raise ConfigError("FtCkptCallback: added to an existing trainer; use FtCkptCallback.attach(trainer)")
 
     # A Trainer has no hook to replace its saving, and does not pass itself to callbacks. So the trainer is found among
     # the callers of the constructor, and gets the class that `checkpointed` returns.
@@ -108,7 +108,7 @@ def _calling_trainer(callback: TrainerCallback) -> Any:
         if isinstance(found, Trainer) and callback in found.callback_handler.callbacks:
             return found
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
-    raise ConfigError("FtCkptCallback: no trainer is being made; use FtCkptCallback.attach(trainer)")
+    raise ConfigError("FtCkptCallback: no trainer is being constructed; use FtCkptCallback.attach(trainer)")
 
 
 def _calls_super(kind: type, method: str) -> bool:

@@ -341,7 +341,7 @@ def _join_workers() -> None:
 def _warn_of_unread_errors() -> None:
     for worker in list(_OPEN):
         if worker.future is not None and worker.future.done() and (error := worker.future.exception()) is not None:
-            warn(f"a save in the background failed, and the program ended without asking: {error}", stacklevel=1)
+            warn(f"a background save failed, and the program ended without reading its result: {error}", stacklevel=1)
 
 
 # Jobs may use thread pools, which take no more work once the interpreter shuts down, so jobs are joined before that.

@@ -119,8 +119,8 @@ def find_base(stored: StoredAdapters, given: Any) -> Place:
         if (folder := _base_folder(str(name), base.revision)) is not None:
             return folder
     raise LoadError(
-        f"adapter {record.adapter!r}: its base {base.id or named!r} is no folder here, nor in the Hub's cache; name "
-        "its folder with base="
+        f"adapter {record.adapter!r}: its base {base.id or named!r} is neither a folder here nor in the Hub's cache; "
+        "name its folder with base="
     )
 
 
@@ -269,8 +269,8 @@ def base_on_files(place: Place, found: Place, *, dequantize: bool, in_memory: bo
             return model_on_files(folder, file, in_memory=in_memory)
         if not dequantize:
             raise LoadError(
-                f"{found}: its weights are quantised; name the model that they were made from with base=, or merge "
-                "into what they stand for, with the errors of quantising, with dequantize=True"
+                f"{found}: its weights are quantised; name the original model with base=, or merge into the "
+                "dequantised weights, with their quantisation error, by dequantize=True"
             )
         return dequantised_model(folder)
 

@@ -309,7 +309,7 @@ def refuse_replacing(target: Place, has_state: bool, own_ids: Collection[str] | 
         )
     if own_ids is not None and manifest.run_id is not None and manifest.run_id not in own_ids:
         raise TargetError(
-            f"{target}: of another run, {manifest.run_id[:6]}, which got to this step before; use another directory, "
+            f"{target}: of another run, {manifest.run_id[:6]}, which reached this step before; use another directory, "
             "resume that run, or delete its checkpoints"
         )
 

@@ -256,7 +256,7 @@ class DataPosition:
             return iter(())
         if not first:
             raise LoadError(
-                f"the data: {self.batch} batches of the pass were given when it was saved, now it has fewer; resume "
+                f"the data: {self.batch} batches of the pass were consumed when it was saved, now it has fewer; resume "
                 "with the same data"
             )
         self._prove_order()

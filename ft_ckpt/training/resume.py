@@ -161,7 +161,7 @@ def _refuse_unknown(
     known |= {outcome.name for outcome in outcomes} - {"weights"}
     if unknown := sorted(repr(name) for name in allowed - known):
         raise ConfigError(
-            f"resume(allow=...): {listing(unknown, ', ')}: no item; there are {listing(sorted(known), ', ', 20)}"
+            f"resume(allow=...): {listing(unknown, ', ')}: no such item; there are {listing(sorted(known), ', ', 20)}"
         )
 
 

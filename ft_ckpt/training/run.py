@@ -60,7 +60,7 @@ def capture_rank_state(run: "TrainingRun", items: Sequence[Item]) -> dict[str, A
     if hasattr(accelerator, "step"):
         own[_STEPS], own[_SYNC] = int(accelerator.step), is_synced
     if not is_synced and any(zero_optimizer.is_accumulating(optimizer) for optimizer in zero_optimizers(items)):
-        raise SelectionError("gradients: DeepSpeed keeps them to itself; save when the optimizer has stepped")
+        raise SelectionError("gradients: DeepSpeed does not expose them; save when the optimizer has stepped")
     if not is_synced or run.steps.is_pending(models.values):
         own[_GRADIENTS] = {name: accumulation.pending_gradients(model) for name, model in models.items()}
     return own
@@ -295,7 +295,7 @@ class TrainingRun:
         """Raise LoadError if the last resume failed after it had overwritten parts of the run."""
         if self.overwritten:
             raise LoadError(
-                "the last resume() failed when parts of the model were overwritten already: resume another checkpoint, "
+                "the last resume() failed after it had overwritten parts of the model: resume another checkpoint, "
                 "or build model, optimizer and saver anew"
             )
 
@@ -307,7 +307,7 @@ class TrainingRun:
         stored = frozenset(document["weights"]) | document["items"].keys()
         if missing := self.overwritten - stored:
             raise LoadError(
-                f"{where}: has no {listing(sorted(missing), ', ')}, which a resume that failed has overwritten; build "
+                f"{where}: has no {listing(sorted(missing), ', ')}, which a failed resume has overwritten; build "
                 "model, optimizer and saver anew, then resume it"
             )
         self.overwritten |= stored
@@ -399,8 +399,8 @@ class TrainingRun:
         """Warn once after `least` saves if metrics that rank checkpoints were never reported."""
         if self._saves >= least and self._absent:
             warn(
-                f"{listing(sorted(self._absent), ', ')}: checkpoints are to be ranked by it, and no save had it; give "
-                "it to saver.step(metrics) or saver.save_state(metrics=...)",
+                f"{listing(sorted(self._absent), ', ')}: checkpoints are ranked by it, and no save had it; pass it to "
+                "saver.step(metrics) or saver.save_state(metrics=...)",
                 stacklevel=5,
             )
             self._absent = set()

@@ -108,7 +108,7 @@ def test_another_runs_checkpoint_is_not_replaced(tmp_path):
     with pytest.warns(UserWarning, match=r"holds another run, \w{6} \(to checkpoint-2\)"):
         fresh.resume("never")
     fresh.step()
-    with pytest.raises(TargetError, match=r"checkpoint-2: of another run, \w{6}, which got to this step before"):
+    with pytest.raises(TargetError, match=r"checkpoint-2: of another run, \w{6}, which reached this step before"):
         fresh.step()
     fresh.save_state(path=tmp_path / "checkpoint-2")  # who names it means it
     with pytest.warns(UserWarning, match="holds 2 runs, oldest first"):
@@ -210,4 +210,4 @@ def test_a_metric_that_never_comes_is_told_of(tmp_path, recwarn):
     saver.close()
     told = [str(each.message) for each in recwarn if "ranked" in str(each.message)]
     assert len(told) == 1
-    assert told[0].startswith("eval_loss: checkpoints are to be ranked by it, and no save had it")
+    assert told[0].startswith("eval_loss: checkpoints are ranked by it, and no save had it")

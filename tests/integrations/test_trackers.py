@@ -123,7 +123,7 @@ class Run:
 def test_wandb_gets_a_version_of_an_artifact_for_each_save(tmp_path, monkeypatch):
     wandb = types.SimpleNamespace(Artifact=Artifact, run=None)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with pytest.warns(UserWarning, match="no W&B run has begun"):
+    with pytest.warns(UserWarning, match="no W&B run is active"):
         run(tmp_path / "none", [1.0], log_to_wandb())
     wandb.run = Run()
     run(tmp_path / "run", [1.0, 2.0], log_to_wandb())

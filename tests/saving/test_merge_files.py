@@ -232,7 +232,7 @@ def test_what_does_not_fit_is_refused(base, tmp_path):
         merged(base, tmp_path / "out")
     config = tmp_path / "adapter" / "adapter_config.json"
     config.write_text(config.read_text().replace(str(base), "nobody/nothing"))
-    with pytest.raises(errors.LoadError, match="'nobody/nothing' is no folder here"):
+    with pytest.raises(errors.LoadError, match="'nobody/nothing' is neither a folder here"):
         merged(tmp_path / "adapter", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

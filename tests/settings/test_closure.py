@@ -220,7 +220,7 @@ def test_called_before_the_savers_step(model, tmp_path):
 
 
 def test_what_nothing_can_decide():
-    with pytest.raises(ConfigError, match="nothing says when it runs"):
+    with pytest.raises(ConfigError, match="no schedule"):
         checkpoint_closure(str)("")
     with pytest.raises(ConfigError, match="no saver knows the epochs"):
         checkpoint_closure(every=Every(epochs=1))(str)("")

@@ -268,7 +268,7 @@ def test_what_failed_resumes_have_overwritten_is_not_left_standing(tmp_path):
     _, saver = lora_run(tmp_path / "mixed")
     with pytest.raises(CorruptError, match="partly overwritten"):
         saver.resume(tmp_path / "alone" / "checkpoint-2")
-    with pytest.raises(LoadError, match=r"checkpoint-1: has no .*embed_tokens.*, which a resume that failed has over"):
+    with pytest.raises(LoadError, match=r"checkpoint-1: has no .*embed_tokens.*, which a failed resume has over"):
         saver.resume()
     with pytest.raises(LoadError, match=r"the last resume.. failed"):
         saver.save_state()

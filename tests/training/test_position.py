@@ -351,7 +351,7 @@ def test_data_that_became_shorter_is_an_error() -> None:
         feed = DataPosition(DataLoader(make(), 4))
         for _ in feed.batches():
             state = saved(feed)
-        with pytest.raises(LoadError, match="3 batches of the pass were given when it was saved, now it has fewer"):
+        with pytest.raises(LoadError, match="3 batches of the pass were consumed when it was saved, now it has fewer"):
             list(resumed(DataPosition(DataLoader(make(count=4), 4)), state).batches())
 
 

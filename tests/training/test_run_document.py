@@ -113,7 +113,7 @@ def test_a_wrong_value_is_named(saved, place, value):
 
 @pytest.mark.parametrize("allowed", [["nope"], ["weights"], [""]])
 def test_an_unknown_name_of_an_item(saved, allowed):
-    with pytest.raises(ConfigError, match=f"{allowed[0]!r}: no item; there are .*optimizer.*scheduler"):
+    with pytest.raises(ConfigError, match=f"{allowed[0]!r}: no such item; there are .*optimizer.*scheduler"):
         saved.resume(allow=allowed)
     assert saved.state() == saved.before
 
