@@ -127,10 +127,10 @@ class CheckpointSaver:
         the files would differ from the model, TargetError or NoSpaceError when it cannot be written, RankError when
         another rank failed, RanksDisagreeError when ranks called differently or not at all; nothing is committed then.
         """
-        given: dict[str, Any] = {"dtype": dtype, "chat_template_name": chat_template_name, "format": format}
-        given |= {"compression": compression, "max_shard_size": max_shard_size}
-        given |= {"background": background, "overwrite": overwrite}
-        config = replace(self.config, **{name: value for name, value in given.items() if value is not None})
+        config = self._config_with(
+            dtype=dtype, chat_template_name=chat_template_name, format=format, compression=compression,
+            max_shard_size=max_shard_size, background=background, overwrite=overwrite,
+        )  # fmt: skip
         push_to = None if push_to_hub is None else push_goal(push_to_hub, **config.client_options)
         facts = self._run.facts_of_save(step, numbers_of(metrics or {}))
         model = model_inside(model)
@@ -253,8 +253,7 @@ class CheckpointSaver:
         what `save` raises.
         """
         counted = self._run.agree_on_metrics(numbers_of(metrics or {}), self._current_ranks())
-        given: dict[str, Any] = {"background": background, "overwrite": overwrite}
-        config = replace(self.config, **{name: value for name, value in given.items() if value is not None})
+        config = self._config_with(background=background, overwrite=overwrite)
         self._run.register({**objects, **({} if model is None else {"model": model})})
         return self._saves.save(None, config, path, counted, adapter_only, dict(extra_files or {}))
 
@@ -305,6 +304,10 @@ class CheckpointSaver:
         end of a `with` block.
         """
         self._end_use(save=sys.exc_info()[0] is None)
+
+    def _config_with(self, **given: Any) -> SaverConfig:
+        """The saver's settings with those that are not None instead."""
+        return replace(self.config, **{name: value for name, value in given.items() if value is not None})
 
     def _is_of_adapters(self, model: nn.Module, asked: bool | None, attribute: Attribute) -> bool:
         alone = is_of_adapters(model, asked, attribute)

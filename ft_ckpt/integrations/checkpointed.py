@@ -115,14 +115,11 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         self.__saver = self.__make_saver(self.args.output_dir)
         self.__saver.register(model=self.model_wrapped, optimizer=self.optimizer, scheduler=self.lr_scheduler)
         if self.__path is not None:
-            self.__resume_run(self.__saver, self.__path)
+            progress = self.__saver.resume(self.__path, allow=self.ft_ckpt.allow)
+            if progress.batch and not self.__skip and not self.args.ignore_data_skip:
+                deque(self.__saver.remaining(self.__loader), 0)  # saved at the end of a pass: ends it, without a batch
+            self.__random = rng.capture_generators()
         return prepared
-
-    def __resume_run(self, saver: CheckpointSaver, path: Any) -> None:
-        progress = saver.resume(path, allow=self.ft_ckpt.allow)
-        if progress.batch and not self.__skip and not self.args.ignore_data_skip:
-            deque(saver.remaining(self.__loader), 0)  # saved at the end of a pass: ends it, without a batch
-        self.__random = rng.capture_generators()
 
     def __begin_pass(self) -> Iterator[Any]:
         assert self.__saver is not None
