@@ -18,7 +18,11 @@ import torch
 from ft_ckpt.errors import CorruptError
 
 State = dict[str, Any]
-_GLOBAL = {"python": "python", "numpy": "numpy legacy", "torch": "torch"}  # names of states, and kinds of generators
+_GLOBAL: dict[str, tuple[str, Any]] = {  # the kind and object of each global generator, by the name of its state
+    "python": ("python", random._inst),
+    "numpy": ("numpy legacy", np.random.mtrand._rand),
+    "torch": ("torch", torch.default_generator),
+}
 _NUMPY_WORDS = 624  # of the Mersenne Twister; NumPy reads out of bounds from a larger position
 KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)  # supported by `state_of`
 _BAD = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)  # raised by setters
@@ -30,11 +34,7 @@ def capture_generators() -> State:
     "python", "numpy", "torch", and the accelerator under its type ("cuda") where there is one: plain values, numpy
     arrays and CPU tensors.
     """
-    state: State = {
-        "python": python_state(random.getstate()),
-        "numpy": np.random.get_state(legacy=False),
-        "torch": torch.get_rng_state(),
-    }
+    state: State = {name: _current_state(generator) for name, (_, generator) in _GLOBAL.items()}
     for kind, indices in _device_indices().items():
         state[kind] = [torch.get_device_module(kind).get_rng_state(*index) for index in indices]
     return state
@@ -47,16 +47,16 @@ def restore_generators(state: Mapping[str, Any]) -> list[str]:
     only in use in this process, are named too.
     """
     problems = []
-    for name, put in _PUTTERS.items():
-        problems += _try_put(name, put, state)
+    for name, (kind, generator) in _GLOBAL.items():
+        problems += _try_put(name, partial(_put_or_keep, kind, generator), state)
     here = _device_indices() | {kind: indices for kind, indices in _device_indices(wake=True).items() if kind in state}
-    for kind, indices in here.items():
-        problems += _try_put(kind, _put_devices(kind, indices), state)
+    for device, indices in here.items():
+        problems += _try_put(device, partial(_put_devices, device, indices), state)
     return problems + _unknown_devices(state, here)
 
 
 def _unknown_devices(state: Mapping[str, Any], here: Collection[str]) -> list[str]:
-    unknown = [kind for kind in state if kind not in _PUTTERS and kind not in here]
+    unknown = [kind for kind in state if kind not in _GLOBAL and kind not in here]
     return [f"{kind}: saved from a device this process has none of" for kind in unknown]
 
 
@@ -67,14 +67,10 @@ def generator_problems(state: Any) -> list[str]:
     """
     if not isinstance(state, Mapping):
         return [f"{reprlib.repr(state)}, expected the states of generators"]
-    problems = [
-        problem for name, kind in _GLOBAL.items() for problem in _try_put(name, partial(_try_state, kind), state)
-    ]
+    problems = []
+    for name, (kind, _) in _GLOBAL.items():
+        problems += _try_put(name, partial(_put_on_new, kind), state)
     return problems + _unknown_devices(state, _device_indices(wake=True))
-
-
-def _try_state(kind: str, state: Any) -> None:
-    generator_in({"kind": kind, "device": "cpu", "state": state})
 
 
 def state_of(generator: Any) -> State | None:
@@ -90,6 +86,12 @@ def state_of(generator: Any) -> State | None:
     return None
 
 
+def _current_state(generator: Any) -> Any:
+    described = state_of(generator)
+    assert described is not None, "a global generator is of a known kind"
+    return described["state"]
+
+
 def generator_in(state: Mapping[str, Any], generator: Any = None) -> Any:
     """`generator` set to `state`, made by `state_of`; a new generator if it is None or of another kind.
 
@@ -99,17 +101,34 @@ def generator_in(state: Mapping[str, Any], generator: Any = None) -> Any:
         kind, inner = state["kind"], state["state"]
         if generator is None or (state_of(generator) or {}).get("kind") != kind:
             generator = _MAKERS[kind](state)
-        if kind == "torch":
-            generator.set_state(_byte_tensor(inner))
-        elif kind == "python":
-            generator.setstate(_python_tuple(inner))
-        elif kind == "numpy":
-            generator.bit_generator.state = dict(inner)
-        else:
-            generator.set_state(_numpy_state(inner))
+        _put_state(kind, generator, inner)
     except _BAD as error:
         raise CorruptError(f"a random number generator: the saved state does not fit: {error}") from error
     return generator
+
+
+def _put_state(kind: str, generator: Any, state: Any) -> None:
+    if kind == "torch":
+        generator.set_state(_byte_tensor(state))
+    elif kind == "python":
+        generator.setstate(_python_tuple(state))
+    elif kind == "numpy":
+        generator.bit_generator.state = dict(state)
+    else:
+        generator.set_state(_numpy_state(state))
+
+
+def _put_or_keep(kind: str, generator: Any, state: Any) -> None:
+    before = _current_state(generator)
+    try:
+        _put_state(kind, generator, state)
+    except _BAD:  # setters set a part of the state before they check the rest
+        _put_state(kind, generator, before)
+        raise
+
+
+def _put_on_new(kind: str, state: Any) -> None:
+    generator_in({"kind": kind, "device": "cpu", "state": state})
 
 
 def _try_put(name: str, put: Callable[[Any], str | None], state: Mapping[str, Any]) -> list[str]:
@@ -145,43 +164,15 @@ def _numpy_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return dict(state)
 
 
-def _put_python(state: Mapping[str, Any]) -> None:
-    before = random.getstate()
-    try:
-        random.setstate(_python_tuple(state))
-    except _BAD:  # it sets half of the state before it checks the rest
-        random.setstate(before)
-        raise
-
-
-def _put_numpy(state: Mapping[str, Any]) -> None:
-    before = np.random.get_state(legacy=False)
-    try:
-        np.random.set_state(_numpy_state(state))
-    except _BAD:  # as above
-        np.random.set_state(before)
-        raise
-
-
-_PUTTERS: dict[str, Callable[[Any], str | None]] = {
-    "python": _put_python,
-    "numpy": _put_numpy,
-    "torch": lambda state: torch.set_rng_state(_byte_tensor(state)),
-}
-
-
-def _put_devices(kind: str, indices: list[tuple[int, ...]]) -> Callable[[Any], str | None]:
-    def put_states(states: Any) -> str | None:
-        if isinstance(states, Mapping):  # by device number: the saved process saw all of them
-            here = [str(*index or (torch.accelerator.current_device_index(),)) for index in indices]
-            states = [states[number] for number in here if number in states]
-        for saved, index in zip(states, indices, strict=False):
-            torch.get_device_module(kind).set_rng_state(_byte_tensor(saved), *index)
-        if len(states) != len(indices):
-            return f"{len(states)} devices when it was saved, {len(indices)} here; the first ones were restored"
-        return None
-
-    return put_states
+def _put_devices(kind: str, indices: list[tuple[int, ...]], states: Any) -> str | None:
+    if isinstance(states, Mapping):  # by device number: the saved process saw all of them
+        here = [str(*index or (torch.accelerator.current_device_index(),)) for index in indices]
+        states = [states[number] for number in here if number in states]
+    for saved, index in zip(states, indices, strict=False):
+        torch.get_device_module(kind).set_rng_state(_byte_tensor(saved), *index)
+    if len(states) != len(indices):
+        return f"{len(states)} devices when it was saved, {len(indices)} here; the first ones were restored"
+    return None
 
 
 def _byte_tensor(state: Any) -> torch.Tensor:
@@ -208,6 +199,6 @@ _BITS = {kind.__name__: kind for kind in (np.random.PCG64, np.random.MT19937, np
 _MAKERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "torch": lambda state: torch.Generator(state["device"]),
     "numpy": lambda state: np.random.Generator(_BITS[state["state"]["bit_generator"]]()),
-    "numpy legacy": lambda state: np.random.RandomState(),
+    "numpy legacy": lambda state: np.random.RandomState(_BITS[state["state"]["bit_generator"]]()),
     "python": lambda state: random.Random(),  # noqa: S311  # not a secret
 }
