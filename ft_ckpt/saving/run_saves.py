@@ -83,7 +83,7 @@ class RunSaves:
         """Save the last step if the run has a schedule and the step was not saved."""
         if self.run.config.every is None or self.places.target is None or self.is_rehearsal:
             return
-        if self.run.lacks_save:
+        if self.run.has_begun and self.run.step > self.run.history.saved_step:
             config = replace(self.run.config, background=False)
             metrics = self.run.agree_on_metrics(self.run.last_metrics, self._current_ranks())
             self._warn_on_failure(lambda: self.save("end", config, None, metrics))

@@ -380,11 +380,6 @@ class TrainingRun:
         return _is_synced(self.accelerator) and not self._is_unfinished
 
     @property
-    def lacks_save(self) -> bool:
-        """Whether steps were done since the last save."""
-        return self.has_begun and self.step > self.history.saved_step
-
-    @property
     def own_ids(self) -> frozenset[str]:
         """The ids of runs whose checkpoints this run may replace: its own, and those it branched off."""
         return frozenset({self.run_id, *self._ancestors})
