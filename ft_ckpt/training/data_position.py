@@ -31,7 +31,7 @@ from ft_ckpt.training import dataloaders, rng
 from ft_ckpt.training.dataloaders import DataCut, RandomState, SampleOrder
 
 _MOST = 1 << 63  # of counts
-_AHEAD = 2  # batches to read again so that a loader which reads one ahead holds the right one
+_AHEAD = 2  # batches to read again so that a loader that prefetches one holds the right one
 _KEYS = (
     "size", "epoch", "batch", "samples", "given", "offset", "warm", "at_end", "numbers", "start", "last", "own",
     "loader",
@@ -54,8 +54,8 @@ class DataPosition:
         self._order_left: str | None = None  # digest of the consumed items of a pass that is to be resumed
         self.shares = dataloaders.data_shares(loader, size)  # of the data; ranks with the same data count once
         self.epoch = 0  # passes done
-        self.batch = 0  # batches of this rank given in the current pass
-        self.samples = 0  # given to all ranks since the run began, if theirs are as large as ours
+        self.batch = 0  # batches of this rank consumed in the current pass
+        self.samples = 0  # consumed by all ranks since the run began, if their batches are as large as this rank's
         self._offset = 0  # items of the source consumed under another cut of this pass, see `DataCut`
         self._start: RandomState | None = None
         self._last: RandomState | None = None
@@ -193,7 +193,7 @@ class DataPosition:
             return iter(self.loader)
         with dataloaders.skipping_items(self.loader, 0, 0, order=self._order):
             iterator = iter(self.loader)
-            return chain(list(islice(iterator, 1)), iterator)  # some loaders ask their sampler then
+            return chain(list(islice(iterator, 1)), iterator)  # some loaders create their sampler's iterator then
 
     def _remember_own_state(self) -> None:
         if self._jumps_by_state and dataloaders.looks_ahead(self.loader):
@@ -237,15 +237,14 @@ class DataPosition:
             for jump in jumps:
                 stack.enter_context(jump)
             iterator: Iterator[Any] = iter(self.loader)
-            first = (
-                self._read_one(iterator) if again or (self._offset and jumps) else []
-            )  # here the sampler draws its order
+            # The sampler draws its order at the first request.
+            first = self._read_one(iterator) if again or (self._offset and jumps) else []
         if not again:
             return chain(first, iterator)
         read = len(first)
         for left in range(again - 1, 0, -1):
             if left == 1 and self._last is not None and self._last is not self._start:
-                self._last.put_back()  # what was read ahead in this call was made with it
+                self._last.put_back()  # the batch that was prefetched in this call was made with it
             first = first and self._read_one(iterator)
             read += len(first)
         if (
@@ -298,7 +297,7 @@ class DataPosition:
         if self._offset:
             unseen = self._offset // dataloaders.cut_of(self.loader, self.shares).divisor
             jumps.append(dataloaders.skipping_items(self.loader, 0, unseen, inside=True))
-        # The first batch stays: loaders that fill up the last batch do it with the first.
+        # The first batch is kept: loaders that fill up the last batch do it with the first.
         keep, drop = max(again - 1, 0) * unit, (self.batch - again) * unit
         moment = self._start if self._warm else None
         jumps.append(dataloaders.skipping_items(self.loader, keep, drop, moment, order=self._order))
@@ -321,7 +320,7 @@ class DataPosition:
                 "resume on as many, with the same batch size, until the pass is done"
             )
         if self._states and shares == self.shares and not dataloaders.looks_ahead(self.loader):
-            self._offset = taken - self.batch * cut.per_step  # the loader's own state says where it is
+            self._offset = taken - self.batch * cut.per_step  # the position itself is in the loader's own state
             return [f"{done} with the next one"]
         self._last, self._states, self._order_left = self._start, [], None
         notes = _sharing_problems(was, cut) if shares != self.shares else []

@@ -139,7 +139,7 @@ def refills_a_buffer(loader: Any) -> bool:
 
 def forget_start(loader: Any) -> None:
     """Let the next pass start at the first sample: a data set of `datasets` starts every pass of an epoch at its loaded
-    state, and loops do not always set a new epoch.
+    state, and training loops do not always set a new epoch.
     """
     for dataset in _nested_datasets(loader):
         if getattr(dataset, "_starting_state_dict", None) is not None:
@@ -147,7 +147,7 @@ def forget_start(loader: Any) -> None:
 
 
 def batches_per_call(loader: Any) -> int:
-    """Number of batches that the rank which reads reads for one batch of `loader`."""
+    """Number of batches that the reading rank reads for one batch of `loader`."""
     if not hasattr(loader, "slice_fn") or loader.split_batches or getattr(loader, "submesh_tp", None):
         return 1
     return int(loader.state.num_processes)
@@ -157,7 +157,7 @@ def data_shares(loader: Any, size: int) -> int:
     """Number of shares of the data over `size` ranks: fewer if some ranks get the same data, as under tensor
     parallelism.
     """
-    if hasattr(loader, "slice_fn"):  # one that reads for all gives one batch to all of a mesh with tensor parallelism
+    if hasattr(loader, "slice_fn"):  # reads on rank 0 for all; under tensor parallelism all ranks get the same batch
         return 1 if getattr(loader, "submesh_tp", None) else size
     parts = [_sampler_at(holder, name) for holder, name in _sampler_places(loader)] + _nested_datasets(loader)
     counts = [getattr(part, n) for part in parts for n in ("num_processes", "num_replicas") if hasattr(part, n)]
@@ -375,7 +375,7 @@ class _SkippingSampler:
         return len(self.plain)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "plain":  # not there yet: this object is being copied
+        if name == "plain":  # absent while this object is being copied
             raise AttributeError(name)
         return getattr(self.plain, name)
 
