@@ -375,7 +375,7 @@ def test_attached_to_a_trainer_that_is_there(tmp_path):
     FtCkptCallback.attach(made, dtype="bfloat16")
     made.train()
     assert ft_ckpt.latest(tmp_path) == tmp_path / "checkpoint-1"
-    with pytest.raises(ConfigError, match="one trainer"):
+    with pytest.raises(ConfigError, match="another trainer"):
         FtCkptCallback.attach(made)
 
 
