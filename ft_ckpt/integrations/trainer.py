@@ -94,7 +94,7 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     def _take_trainer(self, trainer: Any) -> None:
         kind = type(trainer)
         if self._trainer is not None or issubclass(kind, Checkpointed):
-            raise ConfigError("FtCkptCallback: belongs to another trainer already; make one for each trainer")
+            raise ConfigError("FtCkptCallback: one callback per trainer; make a callback for each trainer")
         trainer.__class__ = _with_our_saving(kind, self._settings)
         trainer.ft_ckpt_begin()
         self._trainer = trainer

@@ -73,7 +73,7 @@ def test_a_checkpointed_class_saves_and_resumes(tmp_path):
     assert names(tmp_path / "run") == ["checkpoint-4", "checkpoint-5"]
     assert not [*(tmp_path / "run").rglob("*.pt*")], "no pickles"
     assert seen + run(trainer(tmp_path / "run", cls=cls), True) == expected
-    with pytest.raises(ConfigError, match="belongs to another trainer"):
+    with pytest.raises(ConfigError, match="one callback per trainer"):
         FtCkptCallback.attach(trainer(tmp_path / "twice", cls=cls))
     with pytest.raises(ConfigError, match=r"every=.*save_strategy"):
         checkpointed(Trainer, every=5)
@@ -375,7 +375,7 @@ def test_attached_to_a_trainer_that_is_there(tmp_path):
     FtCkptCallback.attach(made, dtype="bfloat16")
     made.train()
     assert ft_ckpt.latest(tmp_path) == tmp_path / "checkpoint-1"
-    with pytest.raises(ConfigError, match="another trainer"):
+    with pytest.raises(ConfigError, match="one callback per trainer"):
         FtCkptCallback.attach(made)
 
 
