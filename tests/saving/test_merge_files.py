@@ -274,7 +274,7 @@ def test_a_quantised_base(bits, tmp_path):
     model = models.trained(get_peft_model(live, low_rank(LINEAR)))
     CheckpointSaver().save(model, tmp_path / "adapter", adapter_only=True)
     merged(tmp_path / "adapter", tmp_path / "out")
-    with pytest.raises(errors.LoadError, match="its weights are quantised; name the model"):
+    with pytest.raises(errors.LoadError, match="its weights are quantised; name the original model"):
         merged(tmp_path / "adapter", tmp_path / "no", base=tmp_path / "quantised")
     merged(tmp_path / "adapter", tmp_path / "onto", base=tmp_path / "quantised", dequantize=True)
     factors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -302,7 +302,7 @@ def test_a_quantised_base(bits, tmp_path):
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(errors.BaseMismatchError, match=r"up_proj.weight: 2 of .* layers that were compared are not"):
         CheckpointSaver().save(model, tmp_path / "no", merged=True, base=tmp_path / "other")
-    with pytest.raises(errors.LoadError, match="its weights are quantised; name the model"):
+    with pytest.raises(errors.LoadError, match="its weights are quantised; name the original model"):
         CheckpointSaver().save(model, tmp_path / "no", merged=True, base=tmp_path / "quantised")
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(errors.LoadError, match=r"nor in the Hub's cache; name its folder with base="):

@@ -187,7 +187,7 @@ def test_nothing_is_trained_or_saved_that_is_half_restored(tmp_path):
         lambda: next(saver.remaining([1, 2])),
     )
     for action in refused:
-        with pytest.raises(LoadError, match=r"the last resume.. failed when parts of the model were overwritten"):
+        with pytest.raises(LoadError, match=r"the last resume.. failed after it had overwritten parts of the model"):
             action()
     assert saver.resume("checkpoint-1").step == 1
     train(model, optimizer, saver, 1)
