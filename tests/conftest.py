@@ -38,20 +38,49 @@ LONGEST_FILES = (
 
 # Cases that take long and of which a shorter one beside them stays in the default run: `scripts/test --all` has them.
 ONLY_IN_ALL = {
+    "test_adapter_fields": ["some_fields[loha]", "some_fields[dora]"],
     "test_bench": ["measured"],
-    "test_commit": ["recovery_stopped[pour-2]", "recovery_stopped[sideline-5]", "every_call[sideline]", "-sideline]"],
-    "test_sweep": ["over_the_remains[3]", "finished_before_it_is_dropped", "side_by_side"],
-    "test_bucket_sweep": ["that_finishes_others_is_stopped"],
+    "test_bucket_lives": ["that_is_stopped_goes_on"],
+    "test_configs": ["know_each_other[cpu-1]"],
+    "test_copies": ["[up-refused]", "[up-gone]", "[down-refused]", "[down-gone]", "[across-refused]", "[across-gone]"],
+    "test_diff": ["memory_is_that_of_slices"],
+    "test_dual": ["where_hdf5_looks[3000]"],
+    "test_fall_backs": ["twenty_thousand_tiny_ones[direct, fsdp2]"],
+    "test_gpu": ["loads_onto_the_device"],
+    "test_into": ["memory_is_the_models"],
+    "test_lazy": ["outlive_the_end"],
+    "test_lightning_runs": [
+        *("any_step[plateau of steps]", "any_step[plateau of epochs]", "any_step[shuffled]", "any_step[limited]"),
+        *("under_ddp_and_by_the_other_name", "[short0-long0]", "[short1-long1]", "[short3-long3]"),
+    ],
+    "test_many_ranks": ["layouts_are_those", "that_it_holds[1024-fsdp1]", "that_it_holds[1024-fsdp2]"],
+    "test_mutations": ["in_so_many_words[few]"],
+    "test_nodes": ["the_network_goes", "over_a_network", "in_a_bucket"],
+    "test_position": [
+        *("with_workers[stream]", "with_workers[datasets stream]", "with_workers[stateful]", "with_workers[prepared]"),
+        *("with_workers[prepared stream]", "with_workers[prepared, kept]"),
+    ],
+    "test_resume": ["with_loader_workers[stream]", "with_loader_workers[shuffled]"],
+    "test_signals": ["SIGINT"],
+    "test_streams": ["no_command[words1]", "no_command[words2]", "a_metric_is[show]", "a_metric_is[report]"],
+    "test_commit": [
+        *("recovery_stopped[pour-2]", "recovery_stopped[sideline-5]", "recovery_stopped[exchange-1]"),
+        *("every_call[sideline]", "-sideline]", "killed_at_every_call[pour]", "put_aside_does_not_come_back"),
+        *("every_call[EIO-pour]", "every_call[Ctrl-C-pour]"),
+    ],
+    "test_sweep": ["over_the_remains[2]", "over_the_remains[3]", "finished_before_it_is_dropped", "side_by_side"],
+    "test_bucket_sweep": ["that_finishes_others_is_stopped", "two_removals[drops_too]", "at_each_request[refused]"],
     "test_check_resume": ["a_scheduler_that_is_not_saved"],
     "test_resume_wrappers": [
-        "fsdp2_tensor_parallel-4]",
-        "fsdp2-2-fsdp2-4]",
-        "ddp-2-hsdp-4]",
-        "under_auto_tp_with_zero",
+        *("fsdp2_tensor_parallel-4]", "fsdp2-2-fsdp2-4]", "ddp-2-hsdp-4]", "ddp-2-fsdp2-2]", "none-1-fsdp1-2]"),
+        *("under_auto_tp_with_zero", "under_auto_tp_and_out_of_it"),
     ],
     "test_zero_optimizer": ["gradients32", "robin", "subgroups", "persistent"],
-    "test_trainer": ["models_that_transformers_has_cut"],
-    "test_accelerators": ["without_streams", "shares_from_devices_of_their_own"],
+    "test_trainer": [
+        *("models_that_transformers_has_cut", "two_ranks_in_other_ways", "any_step[plateau]", "any_step[shuffled]"),
+        *("any_step[evaluated]", "any_step[accumulating]", "any_step[by epoch]"),
+    ],
+    "test_accelerators": ["without_streams", "without_events", "shares_from_devices_of_their_own"],
     "test_experts": ["partitions_of_zero"],
     "test_crowd": ["does_not_grow_with_the_ranks"],
     "test_fill": ["twenty_thousand"],
@@ -59,21 +88,27 @@ ONLY_IN_ALL = {
     "test_hdf5": ["mutated_files_give_right_values_or_an_error[1-25]", "cannot_be_tried_is_not_opened[memory]"],
     "test_killed": ["every_step[2-4]"],
     "test_direct": ["test_four_ranks"],
-    "test_engines": ["test_four_ranks[fsdp2]"],
-    "test_examples": ["runs_unchanged_when_sharded", "test_ppo_earns_more"],
+    "test_engines": ["test_four_ranks"],
+    "test_examples": ["runs_unchanged_when_sharded", "test_ppo_earns_more", "test_ppo_saves_both", "extracted_policy"],
     "test_background": ["every_checkpoint_is_one_step"],
     "test_reuse": ["killed_in_the_middle"],
-    "test_documents": ["site_is_built_without_a_warning"],
+    "test_documents": ["site_is_built_without_a_warning", "a_page_does_what_it_says[README]"],
 }
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the files, mark the cases of ONLY_IN_ALL, and skip tests that need an accelerator where there is none."""
+    idle = {(file, part) for file in {Path(item.path).stem for item in items} for part in ONLY_IN_ALL.get(file, ())}
     for item in items:
-        parts = ONLY_IN_ALL.get(Path(item.path).stem, ())
-        if any(part in item.name or part in getattr(item, "fixturenames", ()) for part in parts):
+        file = Path(item.path).stem
+        names = (item.name, *getattr(item, "fixturenames", ()))
+        parts = [part for part in ONLY_IN_ALL.get(file, ()) if any(part in name for name in names)]
+        idle.difference_update((file, part) for part in parts)
+        if parts:
             item.add_marker(pytest.mark.slow)
+    if idle and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"ONLY_IN_ALL in {__file__} names cases that no test has: {sorted(idle)}")
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(Path(item.path).stem, len(places)))
     marked = [item for item in items if item.get_closest_marker("accelerator")]

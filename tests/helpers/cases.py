@@ -43,10 +43,9 @@ class Group:
     ranks: int
     wrappers: dict[str, tuple[str, ...]]  # wrapper -> what is saved under it
     env: dict[str, str] = field(default_factory=dict)
-    is_slow: bool = False
 
-    def cases(self) -> list[str]:
-        return [f"{wrapper}/{what}" for wrapper, saves in self.wrappers.items() for what in saves]
+    def cases(self, wrappers: list[str]) -> list[str]:
+        return [f"{wrapper}/{what}" for wrapper in wrappers for what in self.wrappers.get(wrapper, ())]
 
 
 ACCELERATE_CPU = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
@@ -119,7 +118,6 @@ GROUPS = {
             "mesh_hybrid": MESH,
             **dict.fromkeys(("mesh_experts_fsdp", "mesh_experts_hybrid", "mesh_experts_tensor"), ("experts",)),
         },
-        is_slow=True,
     ),
     "zero12": Group(
         2, {"zero1": WRAPPED, "zero2": EVERYTHING, "auto_tp": ("full", "untouched")}, {"DS_ACCELERATOR": "cpu"}

@@ -20,6 +20,7 @@ from typing import TextIO
 
 import extensions
 import psutil
+import pytest
 from places import HELPERS, WORKERS, python_path
 
 TIMED_OUT = -1
@@ -78,6 +79,20 @@ def run_cases(
         if crashed is not None:
             errors[crashed] = f"the process ended with status {result.returncode}\n{result.log[-6000:]}"
     return {case: errors.get(case, "not run: too many cases before it crashed") for case in cases}
+
+
+def sampled(cases: Sequence[str], *kept: str) -> list[object]:
+    """Parameters of a test: the cases in `kept` run by default, the others with `scripts/test --all` only."""
+    assert set(kept) <= set(cases), set(kept) - set(cases)
+    return [case if case in kept else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+def selected(request: pytest.FixtureRequest, cases: Sequence[str]) -> list[str]:
+    """The cases that are parameters of the selected tests of a fixture: its launch runs no other."""
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    mine = [test.callspec.params for test in tests if request.fixturename in test.fixturenames]
+    values = {value for parameters in mine for value in parameters.values() if isinstance(value, str)}
+    return [case for case in cases if case in values]
 
 
 def run_python(

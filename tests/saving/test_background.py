@@ -11,7 +11,7 @@ import pytest
 import torch
 import training
 from faults import contents
-from launch import run_and_signal, run_cases, run_python
+from launch import run_and_signal, run_cases, run_python, sampled, selected
 from safetensors.torch import load_file
 from torch import nn
 
@@ -362,21 +362,21 @@ def test_a_save_for_a_signal_is_there_when_the_process_exits(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return run_cases("background", TWO, tmp_path_factory.mktemp("two"))
+def two(request, tmp_path_factory):
+    return run_cases("background", selected(request, TWO), tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("case", TWO)
+@pytest.mark.parametrize("case", sampled(TWO, "ddp", "fsdp2", "one_rank_fails", "few_meetings"))
 def test_two_ranks(two, case):
     assert two[case] == ""
 
 
 @pytest.fixture(scope="module")
-def zero(tmp_path_factory):
+def zero(request, tmp_path_factory):
     pytest.importorskip("deepspeed")
-    return run_cases("background", ZERO, tmp_path_factory.mktemp("zero"))
+    return run_cases("background", selected(request, ZERO), tmp_path_factory.mktemp("zero"))
 
 
-@pytest.mark.parametrize("case", ZERO)
+@pytest.mark.parametrize("case", sampled(ZERO, "zero2", "zero3"))
 def test_two_ranks_of_deepspeed(zero, case):
     assert zero[case] == ""

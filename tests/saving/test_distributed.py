@@ -25,7 +25,7 @@ from compare import (
     stored,
     true_model,
 )
-from launch import run_cases
+from launch import run_cases, selected
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
@@ -37,11 +37,14 @@ from ft_ckpt.checkpoint.catalog import read_manifest
 pytestmark = pytest.mark.timeout(900)  # the first test of a group waits for its launch, and for one more per crash
 
 
+QUICK = ("none", "compiled", "ddp", "fsdp1", "fsdp2", "zero3")  # the others run with `scripts/test --all`
+
+
 class Runs:
     """Launches a group of wrappers once, when the first of them is asked for."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, wrappers: list[str]) -> None:
+        self.root, self.wrappers = root, wrappers
         self.errors: dict[str, dict[str, str]] = {}
 
     def case(self, wrapper: str, what: str) -> Path:
@@ -51,7 +54,8 @@ class Runs:
             pytest.skip("deepspeed is not installed")
         if name not in self.errors:
             group = GROUPS[name]
-            self.errors[name] = run_cases("saves", group.cases(), self.root / name, group.ranks, 280, group.env)
+            cases = group.cases(self.wrappers)
+            self.errors[name] = run_cases("saves", cases, self.root / name, group.ranks, 280, group.env)
         error = self.errors[name][f"{wrapper}/{what}"]
         if error:
             pytest.fail(error, pytrace=False)
@@ -59,14 +63,15 @@ class Runs:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory):
-    return Runs(tmp_path_factory.mktemp("runs"))
+def runs(request, tmp_path_factory):
+    wrappers = [wrapper for group in GROUPS.values() for wrapper in group.wrappers]
+    return Runs(tmp_path_factory.mktemp("runs"), selected(request, wrappers))
 
 
 def under(*what):
     """Each of the wrappers that any of `what` is saved under; with several, `what` too."""
     cases = [(one, wrapper) for one in what for wrapper in wrappers_that_save(one)]
-    marks = [[pytest.mark.slow] if GROUPS[group_of(wrapper)].is_slow else [] for _, wrapper in cases]
+    marks = [[] if wrapper in QUICK else [pytest.mark.slow] for _, wrapper in cases]
     if len(what) == 1:
         return pytest.mark.parametrize(
             "wrapper", [pytest.param(case[1], marks=m) for case, m in zip(cases, marks, strict=True)]

@@ -40,7 +40,7 @@ def campaign(shim, root, cases, most, worker="faulty.py"):
 
 
 def test_some_faults_of_each_kind_of_save(shim, tmp_path):
-    campaign(shim, tmp_path, ALL, 3)
+    campaign(shim, tmp_path, ALL, 1)
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_every_fault(shim, tmp_path, case):
 
 
 def test_some_faults_of_each_kind_of_read(shim, tmp_path):
-    campaign(shim, tmp_path, READS, 3, "faulty_reads.py")
+    campaign(shim, tmp_path, READS, 1, "faulty_reads.py")
 
 
 @pytest.mark.slow
