@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from os import cpu_count
 
-from ft_ckpt.errors import CheckpointError, CorruptError, damaged_input, listing
+from ft_ckpt.errors import CheckpointError, CorruptError, UnreadableError, damaged_input, listing
 from ft_ckpt.storage.digests import (
     SMALL_BYTES,
     FileRecord,
+    PassingProblem,
     digest_problem,
     file_digest,
     new_digest,
@@ -216,12 +217,12 @@ class SourceProof:
                 proof.take_rest()
         self._opened[where] = proof
         if proof.failure is not None:
-            raise CorruptError(f"{where.removesuffix(proof.record.path)}{proof.failure}; use another checkpoint")
+            raise _error_of([_at(where.removesuffix(proof.record.path), proof.failure)])
         return proof.passing.take if proof.is_due else None
 
     def problems(self) -> list[str]:
         """The damage of the opened files, a line each. Bytes that were not read yet are read now."""
-        return [f"{self.url}: {failure}" for failure in read_late([*self._opened.values()])[1]]
+        return [_at(f"{self.url}: ", failure) for failure in read_late([*self._opened.values()])[1]]
 
 
 @dataclass(frozen=True)
@@ -267,4 +268,16 @@ def prove_sources() -> None:
 
 def _refuse_damaged(proofs: Iterable[SourceProof], cause: Exception | None = None) -> None:
     if problems := [problem for proof in proofs for problem in proof.problems()]:
-        raise CorruptError(f"{listing(problems)}; use another checkpoint") from cause
+        raise _error_of(problems) from cause
+
+
+def _at(where: str, failure: str) -> str:
+    """The failure with its place before it; a PassingProblem stays one."""
+    return type(failure)(f"{where}{failure}")
+
+
+def _error_of(problems: list[str]) -> CorruptError:
+    """The error of damaged files; UnreadableError if all of them may be whole."""
+    if all(isinstance(problem, PassingProblem) for problem in problems):
+        return UnreadableError(f"{listing(problems)}; try again")
+    return CorruptError(f"{listing(problems)}; use another checkpoint")

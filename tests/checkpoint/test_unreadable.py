@@ -9,13 +9,14 @@ import models
 import pytest
 import torch
 from faults import contents
+from s3_server import FAST, Fault
 from transformers import Trainer, TrainingArguments
 
-from ft_ckpt import CheckpointSaver, Keep, average, best, latest, sync, verify
+from ft_ckpt import CheckpointSaver, Keep, average, best, convert, latest, open_place, sync, verify
 from ft_ckpt.checkpoint import checks
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.prune import prune_run
-from ft_ckpt.errors import UnreadableError
+from ft_ckpt.errors import TargetError, UnreadableError
 from ft_ckpt.integrations.trainer import FtCkptCallback
 
 FILES = [MANIFEST_NAME, "model.safetensors", "config.json"]
@@ -134,6 +135,57 @@ def test_a_save_does_not_replace_it(run, refuse):
     refuse(run / "checkpoint-3" / MANIFEST_NAME)
     with saver, pytest.raises(UnreadableError, match="checkpoint-3"):
         saver.save_state()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_source_that_is_not_read_is_not_called_damaged(run, monkeypatch, name):
+    """A file that opens, and whose bytes do not come."""
+    real, refused = os.preadv, run / "checkpoint-3" / name
+
+    def refusing(descriptor, *args):
+        if os.path.sameopenfile(descriptor, held):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, *args)
+
+    with refused.open("rb") as file:
+        held = file.fileno()
+        monkeypatch.setattr(os.path, "sameopenfile", lambda one, two: os.fstat(one).st_ino == os.fstat(two).st_ino)
+        monkeypatch.setattr(os, "preadv", refusing)
+        with pytest.raises(UnreadableError, match=name):
+            convert(run / "checkpoint-3", run.parent / "out")
+    assert not (run.parent / "out").exists()
+
+
+def test_a_staged_checkpoint_that_is_not_read_is_named_and_uploaded_later(s3, tmp_path, refuse, monkeypatch):
+    monkeypatch.setattr(checks, "PAUSES_SECONDS", (0.0, 0.0))
+    staging = tmp_path / "staging"
+
+    def run():
+        torch.manual_seed(0)
+        model = models.build("llama")
+        settings = {"store_options": FAST, "staging": staging, "on_difference": "ignore"}
+        saver = CheckpointSaver(None, "s3://bucket/run", **settings)
+        saver.register(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+        return saver
+
+    saver = run()
+    saver.step(step=1)
+    s3.faults.append(Fault("PUT .*checkpoint-1", times=10**6, status=503))
+    saver.save_state()
+    with pytest.raises(TargetError, match=r"checkpoint-1.*not uploaded.*kept in"):
+        saver.close()
+    s3.faults.clear()
+    refuse(staging / "checkpoint-1" / MANIFEST_NAME)
+    again = run()
+    again.step(step=2)
+    again.save_state()
+    with pytest.raises(TargetError, match=r"checkpoint-1.*cannot be read.*kept in"):
+        again.close()
+    assert latest(open_place("s3://bucket/run", **FAST)) == "s3://bucket/run/checkpoint-2"
+    monkeypatch.undo()
+    with run() as last:
+        assert last.resume() is not None
+    assert "run/checkpoint-1/ft_ckpt.json" in s3.names()
 
 
 def test_sync_does_not_replace_it(run, refuse):
