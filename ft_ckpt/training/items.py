@@ -370,21 +370,13 @@ def with_extra_state(model: nn.Module, items: Sequence[Item], walked: Mapping[st
 
     `walked` are the tensors of the models by item, see `walk_models`.
     """
-    models = [("", model), *((item.name, item.value) for item in items if item.kind == "model")]
-    allocations = enumerate(rank_allocations(model))
-    return [
-        *items,
-        *(Item(f"{EXTRA_STATE}: AdaLoRA's ranks {number}", "object", one) for number, one in allocations),
-        *(
-            Item(f"{EXTRA_STATE} of {name}" if name else EXTRA_STATE, "object", ExtraState(one))
-            for name, one in models
-            if walked[name].added()
-        ),
-    ]
-
-
-def rank_allocations(model: nn.Module) -> list[RankAllocation]:
-    """The rank allocators of a model and of its direct submodules that AdaLoRA trains."""
-    inside = unwrap(model)
-    tuners = (getattr(unwrap(one), "base_model", None) for one in (inside, *inside.children()))
-    return [RankAllocation(one) for one in tuners if getattr(one, "rankallocator", None) is not None]
+    extended, inside = list(items), unwrap(model)
+    # AdaLoRA trains the model itself or direct submodules.
+    tuners = [getattr(unwrap(one), "base_model", None) for one in (inside, *inside.children())]
+    allocations = [RankAllocation(one) for one in tuners if getattr(one, "rankallocator", None) is not None]
+    for number, allocation in enumerate(allocations):
+        extended.append(Item(f"{EXTRA_STATE}: AdaLoRA's ranks {number}", "object", allocation))
+    for name, one in [("", model), *((item.name, item.value) for item in items if item.kind == "model")]:
+        if walked[name].added():
+            extended.append(Item(f"{EXTRA_STATE} of {name}" if name else EXTRA_STATE, "object", ExtraState(one)))
+    return extended

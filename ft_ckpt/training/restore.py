@@ -274,11 +274,15 @@ def restore_replicas(live: LiveRun, point: ResumePoint) -> tuple[list[Restored],
         return [], []
     ranks, sources = live.ranks, _tensors_by_name(live, point.document)
     rank, same_size = str(ranks.rank), ranks.size == len(point.document["ranks"])
-    mine = [
-        name
-        for name, places in differing.items()
-        if same_size and rank in places and name in sources and _is_own(sources[name], places[rank], ranks.rank)
-    ]
+    mine = []
+    for name, places in differing.items():
+        source = sources.get(name)
+        if not same_size or rank not in places or source is None:
+            continue
+        # Only parts at the same place, in the model's own memory.
+        is_replicated = source.sharding.is_replicated and not source.is_added
+        if is_replicated and place_of(source.sharding, ranks.rank) == places[rank]:
+            mine.append(name)
     left = [name for name, places in differing.items() if (rank in places or not same_size) and name not in mine]
     lost = ranks.agree("replicas that differ between ranks", {"left": left}, decide=_all_left).told
     notes = [f"{listing(lost, ', ')}: not the same on all ranks that saved, rank 0's on all now"] if lost else []
@@ -296,11 +300,6 @@ def restore_replicas(live: LiveRun, point: ResumePoint) -> tuple[list[Restored],
 def _all_left(values: Values) -> list[str]:
     """The names that any rank has left, as the report shows them."""
     return list(dict.fromkeys(name.removeprefix(f"{WEIGHTS}/") for value in values for name in value["left"]))
-
-
-def _is_own(source: Source, place: str | None, rank: int) -> bool:
-    """Whether `rank` holds the part at `place` of a replicated tensor in the model's own memory."""
-    return source.sharding.is_replicated and not source.is_added and place_of(source.sharding, rank) == place
 
 
 def _tensors_by_name(live: LiveRun, document: Document) -> dict[str, Source]:
