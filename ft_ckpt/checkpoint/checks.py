@@ -69,7 +69,8 @@ def checkpoint_problems(
     The digests of the files `late`, under any of their names, are left to their readers.
     """
     folders = {str(PurePosixPath(file.path).parent) for file in manifest.files}
-    listed = {each.name: each for folder in folders for each in store.list_folder(_plain(folder)).objects}
+    listings = (store.list_folder("" if folder == "." else folder) for folder in folders)
+    listed = {each.name: each for found in listings for each in found.objects}
     bad = {file.path: found for file in manifest.files if (found := _size_problem(store, file, listed.get(file.path)))}
     yield from bad.values()
     for name in misleading_files(store, manifest):
@@ -129,24 +130,17 @@ def is_misleading(path: str, manifest: Manifest) -> bool:
 
 def misleading_files(store: Store, manifest: Manifest) -> list[str]:
     """Paths of the misleading files in the folders of the manifest's parts, sorted."""
-    paths = {part.path for part in manifest.parts}
-    found = (each for path in paths for each in _names_in(store, path))
+    found: list[str] = []
+    for path in {part.path for part in manifest.parts}:
+        listed = store.list_folder(path)
+        found += [each.name for each in listed.objects]
+        found += [f"{path}/{each.name}".lstrip("/") for each in listed.folders]
     return sorted(path for path in found if is_misleading(path, manifest))
-
-
-def _names_in(store: Store, folder: str) -> Iterator[str]:
-    listed = store.list_folder(folder)
-    yield from (each.name for each in listed.objects)
-    yield from (f"{folder}/{each.name}" if folder else each.name for each in listed.folders)
 
 
 def _is_other(file: FileRecord, found: Stored | None) -> bool:
     """Whether an object has another version than the one that was committed."""
     return found is not None and None not in (file.etag, found.etag) and file.etag != found.etag
-
-
-def _plain(folder: str) -> str:
-    return "" if folder == "." else folder
 
 
 def _size_problem(store: Store, file: FileRecord, found: Stored | None) -> str | None:

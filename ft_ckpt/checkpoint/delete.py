@@ -165,10 +165,7 @@ def releasable_bytes(path: Path, names: Iterable[str]) -> int:
 def folder_entries(folder: Path) -> list[Path]:
     """The entries of `folder`, sorted; empty when there is no such folder. Raises UnreadableError."""
     with damaged_input(folder):
-        try:
-            return sorted(folder.iterdir())
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        return [folder / name for name in local_disk.list_names(folder)]
 
 
 def _deletion_obstacles(path: Path) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ A mark is valid for ten minutes after it was last renewed, by the clock of the s
 the machine of its process it is valid only while the process lives. Pins are always valid.
 """
 
-import contextlib
 import getpass
 import json
 import os
@@ -17,8 +16,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -35,7 +34,7 @@ from ft_ckpt.errors import (
     UnreadableError,
 )
 from ft_ckpt.storage import locks
-from ft_ckpt.storage.local_disk import PREFIX
+from ft_ckpt.storage.local_disk import PREFIX, list_names
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store, Stored, read_text
@@ -120,7 +119,7 @@ def settled_list(store: Store, own: str | None) -> list[Stored]:
         time.sleep(_POLL_SECONDS)
 
 
-@contextlib.contextmanager
+@contextmanager
 def lease_in_bucket(store: Store) -> Iterator[str | None]:
     """Put a lease on the checkpoint in `store`, renew it each minute, delete it after the block; yields its name.
 
@@ -132,22 +131,31 @@ def lease_in_bucket(store: Store) -> Iterator[str | None]:
     except CheckpointError:
         yield None
         return
-    over = threading.Event()
-    beats = threading.Thread(target=_renew_mark, args=(store, name, over), name="ft_ckpt-lease", daemon=True)
-    beats.start()
     try:
-        yield name
+        with _renewed(lambda: put_mark(store, name)):
+            yield name
     finally:
-        over.set()
-        beats.join()
-        with contextlib.suppress(CheckpointError):  # it expires in ten minutes
+        with suppress(CheckpointError):  # it expires in ten minutes
             store.delete([name])
 
 
-def _renew_mark(store: Store, name: str, over: threading.Event) -> None:
-    while not over.wait(BEAT_SECONDS):
-        with contextlib.suppress(CheckpointError):
-            put_mark(store, name)
+@contextmanager
+def _renewed(renew: Callable[[], object]) -> Iterator[None]:
+    """Call `renew` each minute in a thread while the block runs; its errors are ignored."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(BEAT_SECONDS):
+            with suppress(CheckpointError, OSError):
+                renew()
+
+    beats = threading.Thread(target=beat, name="ft_ckpt-lease", daemon=True)
+    beats.start()
+    try:
+        yield
+    finally:
+        over.set()
+        beats.join()
 
 
 def pin(path: str | os.PathLike[str] | Place, reason: str = "") -> None:
@@ -201,7 +209,7 @@ def _user_name() -> str:
         return f"uid {os.getuid()}"
 
 
-@contextlib.contextmanager
+@contextmanager
 def hold_lease(path: str | os.PathLike[str] | Place) -> Iterator[str | None]:
     """Protect the checkpoint `path` from deletion while the block runs; read its manifest inside, once.
 
@@ -218,16 +226,12 @@ def hold_lease(path: str | os.PathLike[str] | Place) -> Iterator[str | None]:
         yield None
         return
     file, handle = held
-    over = threading.Event()
-    beats = threading.Thread(target=_renew_lease, args=(handle, over), name="ft_ckpt-lease", daemon=True)
-    beats.start()
     try:
-        yield None
+        with _renewed(lambda: os.utime(handle)):
+            yield None
     finally:
-        over.set()
-        beats.join()
         os.close(handle)
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             file.unlink(missing_ok=True)
 
 
@@ -254,22 +258,13 @@ def _take_lease(path: Path) -> tuple[Path, int] | None:
         "pid": os.getpid(),
         "machine": locks.machine_id() if locks.lock_descriptor(handle) else None,
     }
-    with contextlib.suppress(OSError):  # on a full disk it stays empty, and only its age counts
+    with suppress(OSError):  # on a full disk it stays empty, and only its age counts
         os.write(handle, json.dumps(facts).encode())
     return file, handle
 
 
-def _renew_lease(handle: int, over: threading.Event) -> None:
-    while not over.wait(BEAT_SECONDS):
-        with contextlib.suppress(OSError):
-            os.utime(handle)
-
-
 def _lease_files(path: Path) -> list[Path]:
-    try:
-        return sorted(file for file in path.iterdir() if file.name.startswith(LEASE))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    return [path / name for name in list_names(path) if name.startswith(LEASE)]
 
 
 def _is_held(file: Path) -> bool:

@@ -232,7 +232,11 @@ def manifest_to_json(manifest: Manifest) -> str:
     plain["notes"] = [without_secrets(note) for note in manifest.notes]
     plain["metrics"] = {name: value if math.isfinite(value) else str(value) for name, value in plain["metrics"].items()}
     lines = [f"  {_json_text(key)}: {_json_text(value)}," for key, value in plain.items()]
-    lines.append('  "files": [\n' + ",\n".join("    " + _file_json(file) for file in manifest.files) + "\n  ],")
+    kept = (
+        {key: value for key, value in vars(file).items() if key != "etag" or value is not None}
+        for file in manifest.files
+    )
+    lines.append('  "files": [\n' + ",\n".join(f"    {_json_text(record)}" for record in kept) + "\n  ],")
     lines.append('  "parts": [\n' + ",\n".join(_part_json(part) for part in manifest.parts) + "\n  ]")
     body = "\n".join(lines) + "\n}\n"
     return "{\n" + _digest_line(_text_digest("{\n" + body)) + body
@@ -257,11 +261,6 @@ def manifest_from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
             f"{source}: malformed manifest ({listing(problems)}); the checkpoint is damaged, use an older one"
         )
     return manifest
-
-
-def _file_json(file: FileRecord) -> str:
-    plain = {key: value for key, value in vars(file).items() if key != "etag" or value is not None}
-    return _json_text({**plain, "cuts": file.cuts})
 
 
 def _part_json(part: PartRecord) -> str:

@@ -128,7 +128,8 @@ def open_checkpoint(place: str | os.PathLike[str] | Place, *, compares: bool = T
             with _proved(held, compares) as proved:
                 yield proved
         except CheckpointError as error:
-            error.args = tuple(_with_found_path(arg, held) for arg in error.args)
+            links, found = str(held.folder), printable(str(held.path))
+            error.args = tuple(arg.replace(links, found) if isinstance(arg, str) else arg for arg in error.args)
             raise
 
 
@@ -201,9 +202,16 @@ def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
     opened = {file.path: _open_or_none(path / file.path, stack) for file in manifest.files}
     if not _is_in_place(path, marker):
         return None
-    if not _DESCRIPTORS.is_dir():
-        stack.callback(_refuse_replaced, path, marker)
-    folder = _link_folder(path, {MANIFEST_NAME: marker, **opened}, stack) if _DESCRIPTORS.is_dir() else path
+    if _DESCRIPTORS.is_dir():
+        folder = _link_folder(path, {MANIFEST_NAME: marker, **opened}, stack)
+    else:
+
+        def refuse_replaced() -> None:
+            if not _is_in_place(path, marker):
+                raise CorruptError(f"{path}: replaced while it was read; read it again")
+
+        stack.callback(refuse_replaced)
+        folder = path
     opened_store = KeptStore(folder)
     stack.callback(opened_store.kept.clear)
     return OpenCheckpoint(store, opened_store, manifest, _text_identity(text.encode()))
@@ -247,15 +255,6 @@ def _link_folder(path: Path, opened: dict[str, int | None], stack: ExitStack) ->
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
     return folder
-
-
-def _refuse_replaced(path: Path, marker: int) -> None:
-    if not _is_in_place(path, marker):
-        raise CorruptError(f"{path}: replaced while it was read; read it again")
-
-
-def _with_found_path(text: object, held: OpenCheckpoint) -> object:
-    return text.replace(str(held.folder), printable(str(held.path))) if isinstance(text, str) else text
 
 
 @dataclass(frozen=True)

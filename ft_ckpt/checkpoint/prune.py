@@ -117,7 +117,11 @@ class BucketRun:
         if spent := [each.name for each in passing if not may_live(self.root, each, self.now)]:
             self.root.delete(spent)
         marked = {name.partition("/")[0] for name in listed if is_mark(name.partition("/")[2])}
-        return [self._settling(name, listed) for name in sorted(marked) if not name.startswith(".")]
+        seen, steps = ListedStore(self.root, listed), list[Step]()
+        for name in sorted(name for name in marked if not name.startswith(".")):
+            store = self.root.within(name)
+            steps.append((store.url, partial(self._settle, store, seen.within(name).listed)))
+        return steps
 
     def drop(self, location: Path | str) -> Removal:
         return drop_from_bucket(self.root.within(location_name(location)))
@@ -159,9 +163,8 @@ class BucketRun:
         self.now = max([self.now, *(each.modified for each in listed.values())])
         return listed
 
-    def _settling(self, name: str, listed: Mapping[str, Stored]) -> Step:
-        store, inside = self.root.within(name), ListedStore(self.root, listed).within(name).listed
-        return store.url, lambda: settle_in_bucket(store, inside, self.now) or Removal(store.url)
+    def _settle(self, store: Store, listed: Mapping[str, Stored]) -> Removal:
+        return settle_in_bucket(store, listed, self.now) or Removal(store.url)
 
 
 RunFolder = LocalRun | BucketRun  # checkpoints in it are named by their location

@@ -26,6 +26,7 @@ _KINDS = {
     "dict": "dict", "OrderedDict": "odict", "list": "list", "tuple": "tuple", "set": "set", "deque": "deque",
     "defaultdict": "defaultdict",
 }  # fmt: skip
+_KEYS = (str, int, bool, float, type(None))
 
 
 class FoundDataset(Protocol):
@@ -64,18 +65,18 @@ class CerebrasReader:
         """The tree; its leaves are in `leaves`. Raises CorruptError for what cannot be read safely or completely."""
         try:
             version = float(self.attributes["__version__"])
-            if version >= 0.5:
-                return self._read_current()
             if version == 0.4:
                 return self._read_legacy()
+            if version >= 0.5:
+                if not self.attributes.get("__SUCCESS__", False):
+                    raise CorruptError("the checkpoint was never finished (no __SUCCESS__); use an older one")
+                protocol, tree = json.loads(json.loads(self.attributes["__spec__"])[1])  # torch's own form of a tree
+                if protocol != 1:
+                    raise CorruptError(f"a tree of protocol {protocol!r}; 1 is known")
+                return self._read_node(tree, (), self._read_leaf)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
             raise CorruptError(f"not a whole Cerebras checkpoint: {error!r}; use another copy of the file") from error
         raise CorruptError(f"a Cerebras checkpoint of format {version}; 0.4 and from 0.5 on can be read")
-
-    def _read_current(self) -> Node:
-        if not self.attributes.get("__SUCCESS__", False):
-            raise CorruptError("the checkpoint was never finished (no __SUCCESS__); use an older one")
-        return self._read_node(_tree_spec(json.loads(self.attributes["__spec__"])), (), self._read_leaf)
 
     def _read_node(self, spec: Any, path: tuple[str, ...], leaf: Callable[[str], Node]) -> Node:
         if len(path) > MOST_LEVELS:
@@ -86,11 +87,10 @@ class CerebrasReader:
         if kind is None:
             raise CorruptError(f"{'.'.join(path) or 'the object'}: a container of type {spec['type']!r}")
         context, children = spec["context"], spec["children_spec"]
-        detail: Any
-        names: Any
-        keys: Any
         context = json.loads(context) if isinstance(context, str) else context
-        detail, names, keys = None, range(len(children)), []
+        detail: Any = None
+        names: Any = range(len(children))
+        keys: Any = []
         if kind == "defaultdict":
             detail, keys = context["default_factory_name"], context["dict_context"]
             if len(children) > 2:  # the format names children by factory and keys: there are two
@@ -102,7 +102,7 @@ class CerebrasReader:
             self._read_node(child, (*path, str(name)), leaf)
             for name, child in zip(names, children, strict=True)
         )  # fmt: skip
-        return Node(kind, detail, tuple(Node("value", _plain_key(key)) for key in keys), nodes)
+        return Node(kind, detail, tuple(Node("value", _check_type(key, _KEYS)) for key in keys), nodes)
 
     def _read_leaf(self, name: str) -> Node:
         if name not in self.nodes:
@@ -116,7 +116,10 @@ class CerebrasReader:
         path = known.get("key", name)
         kind = known.get("__TYPE__") or self.find(path).attributes.get("__TYPE__")
         if kind == "TorchTensorSerializer" and known.get("__TORCH__", True):
-            return self._tensor_leaf(name, known, self.find(path))
+            dataset = self.find(path)
+            label = str(next(iter(dataset.attributes.get("dtypes", known["dtypes"]))))
+            dtype = str(dataset.attributes.get("ft_dtype", known.get("ft_dtype", label.removeprefix("torch."))))
+            return self._add_leaf(StoredLeaf(name, dtype, dataset))
         if kind in ("TorchTensorSerializer", "NumpyArraySerializer"):
             return self._array_leaf(name, self.find(path), known.get("ft_array"))
         if kind == "ScalarSerializer":
@@ -135,11 +138,6 @@ class CerebrasReader:
         if kind == "DeferredFullTensor":
             return self._constant_leaf(name, known)
         raise CorruptError(f"{name}: a leaf of type {kind!r}, which leads outside the file or is unknown")
-
-    def _tensor_leaf(self, name: str, known: Mapping[str, Any], dataset: FoundDataset) -> Node:
-        label = str(next(iter(dataset.attributes.get("dtypes", known["dtypes"]))))
-        dtype = str(dataset.attributes.get("ft_dtype", known.get("ft_dtype", label.removeprefix("torch."))))
-        return self._add_leaf(StoredLeaf(name, dtype, dataset))
 
     def _array_leaf(self, name: str, dataset: FoundDataset, exact: str | None) -> Node:
         described, shape = json.loads(exact) if exact else (None, ())
@@ -201,18 +199,6 @@ _LEGACY_TREE: dict[str, Any] = {
     "dill._dill._load_type": str,
     "collections.OrderedDict": "OrderedDict",
 }
-
-
-def _tree_spec(spec: Any) -> Any:
-    """The second half of a `__spec__`: what torch itself writes for a tree."""
-    protocol, node = json.loads(spec[1])
-    if protocol != 1:
-        raise CorruptError(f"a tree of protocol {protocol!r}; 1 is known")
-    return node
-
-
-def _plain_key(key: Any) -> Any:
-    return _check_type(key, (str, int, bool, float, type(None)))
 
 
 def _check_type(value: Any, types: tuple[type, ...]) -> Any:
@@ -277,14 +263,14 @@ def describe_checkpoint(
 
     Raises SelectionError for a name that is too long.
     """
-    walk = _walk_object(root)
+    tree, nodes = _walk_object(root)
     writer = _LeafDescriber(leaves, frozenset(arrays), native_floats)
     attributes: dict[str, Attribute] = {
         "__version__": VERSION,
-        "__spec__": json.dumps([None, json.dumps([1, walk.tree])]),
+        "__spec__": json.dumps([None, json.dumps([1, tree])]),
         "__SUCCESS__": True,  # an unfinished file has no superblock, or is a temporary file
     }
-    for name, node in walk.leaves.items():
+    for name, node in nodes.items():
         attributes[f"{name}.__metadata__"] = _wrap_metadata(name, writer.describe_leaf(name, node))
     objects = list(writer.objects.values())
     return Content(attributes, writer.names, [writer.datasets[index] for index in range(len(leaves))] + objects)
@@ -293,17 +279,20 @@ def describe_checkpoint(
 def leaf_names(root: Node, count: int) -> list[str]:
     """The names alone, of `count` leaves, without describing them. Raises as `describe_checkpoint` does."""
     names = [""] * count
-    for name, node in _walk_object(root).leaves.items():
+    for name, node in _walk_object(root)[1].items():
         if node.kind != "value":
             names[_leaf_index(node)] = names[_leaf_index(node)] or name
     return names
 
 
-def _walk_object(root: Node) -> "_TreeWalk":
+def _walk_object(root: Node) -> tuple[dict[str, Any], dict[str, Node]]:
+    """The tree as torch writes its tree specifications, and the leaves by their dotted names."""
     try:
-        return _TreeWalk().walk_tree(root)
+        walk = _TreeWalk()
+        return walk.describe_node(root, "", ""), walk.leaves
     except _CollisionError:
-        return _TreeWalk(escape=True).walk_tree(root)
+        walk = _TreeWalk(escape=True)
+        return walk.describe_node(root, "", ""), walk.leaves
 
 
 def _leaf_index(node: Node) -> int:
@@ -318,18 +307,12 @@ class _CollisionError(Exception):
 
 @dataclass
 class _TreeWalk:
-    """Leaves by their dotted names, and the tree as torch writes its tree specifications."""
+    """Describes a tree and collects its leaves. Raises _CollisionError when two leaves get one name."""
 
     escape: bool = False  # dots in keys, so that no two paths give one name
     leaves: dict[str, Node] = field(default_factory=dict)
-    tree: dict[str, Any] = field(default_factory=dict)
 
-    def walk_tree(self, root: Node) -> "_TreeWalk":
-        """Walk it all. Raises _CollisionError when two leaves have one name, which escaping prevents."""
-        self.tree = self._walk_node(root, "", "")
-        return self
-
-    def _walk_node(self, node: Node, prefix: str, name: str) -> dict[str, Any]:
+    def describe_node(self, node: Node, prefix: str, name: str) -> dict[str, Any]:
         kind = _NEAREST.get(node.kind, node.kind)
         if kind not in _TORCH_TREES:
             if name in self.leaves:
@@ -346,7 +329,7 @@ class _TreeWalk:
         if node.kind in MAPPINGS:
             context = keys = list(self._child_keys(node.keys))
         pairs = zip(keys, node.children, strict=True)
-        children = [self._walk_node(child, f"{prefix}{key}.", f"{prefix}{key}") for key, child in pairs]
+        children = [self.describe_node(child, f"{prefix}{key}.", f"{prefix}{key}") for key, child in pairs]
         return {"type": _TORCH_TREES[kind], "context": json.dumps(context), "children_spec": children}
 
     def _child_keys(self, keys: Iterable[Node]) -> Iterator[Any]:
@@ -394,15 +377,13 @@ class _LeafDescriber:
         self.names[index] = name
         spec = self.leaves[index]
         known = self._describe_array(spec, node) if index in self.arrays else self._describe_tensor(spec)
-        kind = _PLAIN.get(spec.dtype) or self._stored_type(spec.dtype)[0]
+        kind = stored_type(spec.dtype, self.native_floats)
         self.datasets[index] = Dataset(_leaf_path(name), kind, spec.shape, _as_attributes(known, spec.shape))
         return known | _path_metadata(name)
 
-    def _stored_type(self, dtype: str) -> tuple[str, str]:
-        return (NATIVE.get(dtype) if self.native_floats else None) or STORED[dtype]
-
     def _describe_tensor(self, spec: Spec) -> dict[str, Any]:
-        label = spec.dtype if spec.dtype in _PLAIN else self._stored_type(spec.dtype)[1]
+        native = NATIVE.get(spec.dtype) if self.native_floats else None
+        label = spec.dtype if spec.dtype in _PLAIN else (native or STORED[spec.dtype])[1]
         known = {
             "__TYPE__": "TorchTensorSerializer",
             "__NUMPY__": True,

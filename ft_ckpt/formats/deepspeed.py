@@ -55,7 +55,10 @@ def deepspeed_folder(place: Place) -> Place | None:
 
 
 def _file_names(place: Place) -> list[str]:
-    return sorted((each.name for each in place.folder.list_folder().objects), key=_natural_order)
+    def natural_order(name: str) -> list[tuple[int, str]]:  # numbers by value
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+    return sorted((each.name for each in place.folder.list_folder().objects), key=natural_order)
 
 
 def open_deepspeed(place: Place) -> SpanFile:
@@ -119,13 +122,10 @@ def _optimizer_files(names: Sequence[str], source: str) -> list[str]:
     return files
 
 
-def _natural_order(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
 def _add_weights(found: _FoundTensors, models: Sequence[Any], optimizers: Sequence[Any], source: str) -> None:
     """Trained and frozen parameters."""
-    stage, count = _plain_int(optimizers[0]["zero_stage"]), optimizers[0]["partition_count"]
+    stage, count = optimizers[0]["zero_stage"], optimizers[0]["partition_count"]
+    stage = int(stage.args[0] if isinstance(stage, Passive) else stage)
     count = max(count) if isinstance(count, list) else count
     if count != len(optimizers):
         raise CorruptError(f"{source}: {len(optimizers)} optimizer files, written by {count} ranks; some are missing")
@@ -157,7 +157,7 @@ def _add_from_vector(
         size = math.prod(shape)
         found.add_tensor(name, tuple(shape), parts[0].dtype, _span_range(parts, at, size, name))
         at += size + padding
-    _check_all_read(at, sum(_element_count(part) for part in parts), 2 * len(parts), source)
+    _check_all_read(at, sum(math.prod(part.shape) for part in parts), 2 * len(parts), source)
 
 
 def _add_from_pieces(found: _FoundTensors, shapes: Shapes, ranks: Sequence[Sequence[TensorPlace]], source: str) -> None:
@@ -170,7 +170,7 @@ def _add_from_pieces(found: _FoundTensors, shapes: Shapes, ranks: Sequence[Seque
             spans += _span_range(parts, at, max(0, min(piece, size - rank * piece)), name)
         found.add_tensor(name, tuple(shape), ranks[0][0].dtype, spans)
         at += piece
-    _check_all_read(at, sum(_element_count(part) for part in ranks[0]), 1, source)
+    _check_all_read(at, sum(math.prod(part.shape) for part in ranks[0]), 1, source)
 
 
 def _check_all_read(used: int, there: int, step: int, source: str) -> None:
@@ -183,7 +183,7 @@ def _check_all_read(used: int, there: int, step: int, source: str) -> None:
 
 def _span_range(parts: Sequence[TensorPlace], start: int, size: int, name: str) -> list[Span]:
     """The spans of elements [start, start + size) of the consecutive `parts`."""
-    spans, begin = list(_cut_spans(parts, start, start + size)), sum(map(_element_count, parts))
+    spans, begin = list(_cut_spans(parts, start, start + size)), sum(math.prod(part.shape) for part in parts)
     if sum(span.numel for span in spans) != size:
         raise CorruptError(
             f"{name}: elements {start:,} to {start + size:,}, the files have {begin:,}; one is cut short"
@@ -194,10 +194,10 @@ def _span_range(parts: Sequence[TensorPlace], start: int, size: int, name: str) 
 def _cut_spans(parts: Sequence[TensorPlace], start: int, stop: int) -> Iterator[Span]:
     begin = 0
     for part in parts:
-        low, high = max(start, begin), min(stop, begin + _element_count(part))
+        low, high = max(start, begin), min(stop, begin + math.prod(part.shape))
         if low < high:
             yield Span(part.file, part.start + (low - begin) * ITEM_BYTES[part.dtype], high - low, part.record)
-        begin += _element_count(part)
+        begin += math.prod(part.shape)
 
 
 def _add_rest(found: _FoundTensors, model: Mapping[str, Any], module: Mapping[str, TensorPlace], source: str) -> None:
@@ -222,11 +222,3 @@ def _add_rest(found: _FoundTensors, model: Mapping[str, Any], module: Mapping[st
         raise CorruptError(
             f"{source}: {listing(lost, ', ')}: in the model, but no file has them; use another checkpoint"
         )
-
-
-def _element_count(stored: TensorPlace) -> int:
-    return math.prod(stored.shape)
-
-
-def _plain_int(value: Any) -> int:
-    return int(value.args[0] if isinstance(value, Passive) else value)

@@ -73,8 +73,9 @@ class TreeFile:
         self.file.close()
 
     def _walk_tree(self, node: Node, name: str) -> None:
-        leaf = _stored_leaf(node)
-        if leaf is not None:
+        is_number_array = node.kind == "array" and node.value[1] is None
+        if node.kind == "tensor" or is_number_array:
+            leaf = int(node.value[0] if is_number_array else node.value)
             if leaf in self.plain and self.plain[leaf] != name:
                 self.ties[name] = self.names[leaf]
             self.plain.setdefault(leaf, name)
@@ -84,10 +85,3 @@ class TreeFile:
                 self._walk_tree(child, f"{name}.{key}" if name else key)
         elif node.kind not in ("dict", "list", "tuple"):
             self.skipped.append(f"{name}: {type(node.value).__name__ if node.kind == 'value' else node.kind}")
-
-
-def _stored_leaf(node: Node) -> int | None:
-    """The leaf of a tensor, or of an array that is stored as numbers; None otherwise."""
-    if node.kind == "tensor":
-        return int(node.value)
-    return int(node.value[0]) if node.kind == "array" and node.value[1] is None else None

@@ -7,7 +7,7 @@ folder. Names are the keys joined by dots, as orbax itself names its arrays. Not
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -138,17 +138,12 @@ def _check_chunks(arrays: Mapping[str, Any], written: Mapping[str, Any], has_all
             wrong.append(f"{name}: {stored} chunks are stored, expected {count} of shape {list(shape)}")
         elif stored < count:
             left_out.append(f"{name}: {count - stored} of {count} chunks not stored, as if zeros, which are read")
-        if part is not None and not _fits(shape, part):
+        pairs = zip(shape, part or shape, strict=False)
+        if part is not None and (len(part) != len(shape) or any(size % max(1, step) for size, step in pairs)):
             wrong.append(f"{name}: of shape {list(shape)}, written in parts of {part}")
     if wrong:
         raise CorruptError(f"{listing(wrong)}; use another copy")
     return left_out
-
-
-def _fits(shape: Sequence[int], part: Sequence[int]) -> bool:
-    """Whether an array of `shape` can be divided into parts of one shape."""
-    same_rank = len(part) == len(shape)
-    return same_rank and all(size % max(1, step) == 0 for size, step in zip(shape, part, strict=True))
 
 
 def _array_place(folder: Path, name: str, in_store: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 
 from ft_ckpt.errors import LoadError
 from ft_ckpt.formats.layout import TensorFile
-from ft_ckpt.formats.pickles import PLAIN_VALUES, Call, Passive
+from ft_ckpt.formats.pickles import Call, Passive
 from ft_ckpt.formats.tensor_file import ZIP_MAGIC, RawFile, RenamedFile
 from ft_ckpt.formats.torch_file import (
     PickleRules,
@@ -22,7 +22,7 @@ from ft_ckpt.formats.torch_file import (
     TorchFile,
     UnreadableTensor,
     check_sums,
-    find_torch_name,
+    find_plain_value,
     join_places,
     kind_of_leaf,
     load_torch_zip,
@@ -95,13 +95,7 @@ def _admit_settings(value: Any, unknown: frozenset[str]) -> bool:
     return weights is not None and all(kind_of_leaf(leaf) not in unknown for _, leaf in named_leaves(weights))
 
 
-def _find_value(full: str) -> Any:
-    """The value for a name: a plain value (type, device, numpy scalar) or a torch stand-in."""
-    found = PLAIN_VALUES.get(full)
-    return find_torch_name(full) if found is None else found
-
-
-_RULES = PickleRules(_find_value, _admit_settings)
+_RULES = PickleRules(find_plain_value, _admit_settings)
 
 
 def _describe_rest(contents: Mapping[str, Any]) -> list[str]:

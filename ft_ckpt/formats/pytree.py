@@ -161,7 +161,8 @@ class _Flattener:
     def make_node(self, obj: Any, path: str) -> Node:
         """The node of `obj`; what cannot be kept goes to `refused`."""
         if type(obj) in (bytes, bytearray) and len(obj) >= BLOB_BYTES:
-            return self._blob_node(obj)
+            stored = np.frombuffer(obj, np.uint8)
+            return Node("blob", (self._add_leaf(Leaf(stored.shape, "uint8", stored, True)).value, type(obj).__name__))
         if type(obj) in SCALARS:
             return Node("value", obj)
         if isinstance(obj, torch.Tensor):
@@ -179,7 +180,10 @@ class _Flattener:
         return Node("value")
 
     def _container_node(self, obj: Any, path: str) -> Node:
-        kind = _KINDS.get(type(obj)) or ("namedtuple" if _is_named(obj) else None)
+        kind = _KINDS.get(type(obj))
+        fields = getattr(type(obj), "_fields", None)
+        if isinstance(obj, tuple) and isinstance(fields, tuple) and len(fields) == len(obj) and not vars_of(obj):
+            kind = kind or "namedtuple"
         if kind is None:
             return self._refuse_value(path, f"{type(obj).__module__}.{type(obj).__qualname__}")
         if id(obj) in self.above or len(self.above) >= MOST_LEVELS:
@@ -244,10 +248,6 @@ class _Flattener:
         tag = self._add_leaf(Leaf(data.shape, data.dtype.name, data, True))
         node = Node("array", (tag.value, describe_dtype(array.dtype), array.shape))
         return self._remember_node(array, None, node)
-
-    def _blob_node(self, data: bytes | bytearray) -> Node:
-        stored = np.frombuffer(data, np.uint8)
-        return Node("blob", (self._add_leaf(Leaf(stored.shape, "uint8", stored, True)).value, type(data).__name__))
 
     def _add_leaf(self, leaf: Leaf) -> Node:
         self.leaves.append(leaf)
@@ -341,11 +341,6 @@ def _memory_identity(tensor: torch.Tensor) -> Hashable:
     return (place, tuple(tensor.shape), tensor.stride(), tensor.dtype, flags)
 
 
-def _is_named(obj: Any) -> bool:
-    fields = getattr(type(obj), "_fields", None)
-    return isinstance(obj, tuple) and isinstance(fields, tuple) and len(fields) == len(obj) and not vars_of(obj)
-
-
 def quoted_key(key: Any) -> str:
     """A key of a mapping as places in an object show it."""
     return '"' + key.replace('"', '\\"') + '"' if isinstance(key, str) else repr(key)
@@ -357,8 +352,6 @@ def vars_of(obj: Any) -> dict[str, Any]:
 
 
 def _named_class(module: str, qualname: str, fields: Iterable[str]) -> type:
-    import sys
-
     names = tuple(fields)
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):

@@ -53,14 +53,9 @@ def open_safetensors(raw: RawFile, verify: bool = False) -> IndexedFile:
         raise CorruptError(f"{raw.name}: not a whole safetensors file ({error}); use another copy") from error
     helper = header.tensors.get(HELPER)
     other = read_index(raw, helper.end) if helper is not None else None
-    if other is not None and _tables_differ(index, other):
+    if other is not None and (index.specs != other.specs or any(index.start(n) != other.start(n) for n in index.rows)):
         raise CorruptError(f"{raw.name}: its two tables of tensors differ; use another copy of the file")
     return IndexedFile(raw, other or index, verify)
-
-
-def _tables_differ(one: TensorIndex, other: TensorIndex) -> bool:
-    places = [{name: index.start(name) for name in index.rows} for index in (one, other)]
-    return one.specs != other.specs or places[0] != places[1]
 
 
 def _header_index(header: SafetensorsHeader) -> TensorIndex:

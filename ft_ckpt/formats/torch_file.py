@@ -229,29 +229,17 @@ def _read_pickle(stream: Any, source: str, storage: _FindStorage | None, rules: 
 
 
 def _rebuild_v2(
-    storage: _StoragePlace,
-    offset: int,
-    shape: Any,
-    stride: Any,
-    _grad: Any = None,
-    _hooks: Any = None,
-    flags: Any = None,
+    storage: _StoragePlace, offset: int, shape: Any, stride: Any, _grad: Any = None, _hooks: Any = None, flags: Any = ()
 ) -> TensorPlace | UnreadableTensor:
-    return _place_tensor(storage, offset, shape, stride, storage.dtype, flags)
+    return _rebuild_v3(storage, offset, shape, stride, None, None, storage.dtype, flags)
 
 
 def _rebuild_v3(
     storage: _StoragePlace, offset: int, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, flags: Any = None
 ) -> TensorPlace | UnreadableTensor:
-    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype  # as its table has it
-    return _place_tensor(storage, offset, shape, stride, name, flags)
-
-
-def _place_tensor(
-    storage: _StoragePlace, offset: int, shape: Any, stride: Any, dtype: str, flags: Any
-) -> TensorPlace | UnreadableTensor:
     if flags:  # values that stand for their conjugates or negatives
         return UnreadableTensor(f"lazily {' and '.join(flags)}")
+    dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         return UnreadableTensor(dtype if isinstance(dtype, str) else type(dtype).__name__)
     shape, stride, (offset,) = checked_sizes(shape), checked_sizes(stride), checked_sizes((offset,))
@@ -704,7 +692,9 @@ def load_torch_object(raw: RawFile, map_location: Any, mapped: bool, verify: boo
     if verify:
         check_sums(raw)
     check_torch_file(raw)
-    source = _torch_source(raw)
+    source: Any = io.BufferedReader(FileStream(raw), _STREAM_BYTES)
+    if isinstance(raw.file, LocalFile) and is_utf8(str(raw.file.path)):
+        source = raw.file.path  # torch can map a path, if it is UTF-8
     mapped = mapped and map_location is None and isinstance(source, Path)
     with damaged_input(raw.name):
         try:
@@ -716,13 +706,6 @@ def load_torch_object(raw: RawFile, map_location: Any, mapped: bool, verify: boo
             if "mmap can only be used" not in str(error):
                 raise
             return torch.load(source, map_location=map_location, weights_only=True)  # older than torch 1.6
-
-
-def _torch_source(raw: RawFile) -> Any:
-    """The source for torch's reader: a path, which it can map, if it is UTF-8; otherwise a stream."""
-    if isinstance(raw.file, LocalFile) and is_utf8(str(raw.file.path)):
-        return raw.file.path
-    return io.BufferedReader(FileStream(raw), _STREAM_BYTES)
 
 
 _VALUES: tuple[type, ...] = (*SCALARS, torch.Size)
@@ -838,11 +821,14 @@ def load_torch_values(file: RawFile, *, places: bool = False) -> Any:
     return _real_value(load_torch_zip(file, rules=PickleRules(_find_with_arrays)), file.name, places)
 
 
-def _find_with_arrays(full: str) -> Any:
-    if full in _ARRAYS:
-        return Call(_PickledArray)
+def find_plain_value(full: str) -> Any:
+    """The value for a name: a plain value (type, device, numpy scalar), or else what `find_torch_name` finds."""
     found = PLAIN_VALUES.get(full)
     return find_torch_name(full) if found is None else found
+
+
+def _find_with_arrays(full: str) -> Any:
+    return Call(_PickledArray) if full in _ARRAYS else find_plain_value(full)
 
 
 def _real_value(value: Any, name: str, places: bool) -> Any:

@@ -193,25 +193,15 @@ def _write_all(descriptor: int, memory: memoryview, offset: int) -> None:
     """Write `memory` at `offset` of the file; on through the page cache where it must be. Raises OSError."""
     done = 0
     while done < len(memory):
-        was_direct = _is_direct(descriptor)
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)  # each time: another thread's refused write may change them
+        was_direct = flags & getattr(os, "O_DIRECT", 0)
         try:
             count = os.pwrite(descriptor, memory[done:], offset + done)
         except OSError as error:
             if error.errno != errno.EINVAL or not was_direct:
                 raise
-            _leave_direct(descriptor)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~was_direct)  # some file systems refuse only at a write
             continue
         if not count:
             raise OSError(errno.EIO, "nothing of a block was written")
         done += count
-
-
-def _is_direct(descriptor: int) -> bool:
-    """Whether writes go past the page cache. Asked before each: another thread's refused write may end it meanwhile."""
-    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0))
-
-
-def _leave_direct(descriptor: int) -> None:
-    """Switch the file to the page cache: some file systems refuse direct writes only when the first comes."""
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))

@@ -1,7 +1,6 @@
 """A read-only view of a store as it was listed: later versions of an object are errors."""
 
 from collections.abc import Iterable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any, NoReturn, cast
@@ -10,7 +9,7 @@ from ft_ckpt.errors import CorruptError, MissingError, TargetError
 from ft_ckpt.storage.local_file import Watch
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.proofs import SourceProof
-from ft_ckpt.storage.store import Folder, FolderListing, Readable, Store, Stored, checked_name, read_range
+from ft_ckpt.storage.store import Folder, FolderListing, Readable, Store, Stored, checked_name, read_object, read_range
 
 
 @dataclass
@@ -74,11 +73,7 @@ class ListedStore:
         return self.inner.where(name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        with closing(self.open(name)) as file:
-            stop = file.size_bytes if stop is None else stop
-            memory = bytearray(max(0, stop - start))
-            file.read_into(memoryview(memory), start)
-        return bytes(memory)
+        return read_object(self, name, start, stop)
 
     def open(self, name: str) -> Readable:
         """Open an object. Raises CorruptError when it is no longer the one that was listed, or small and damaged."""

@@ -15,7 +15,18 @@ from ft_ckpt.storage.direct_io import LocalWriting, allocate_file, create_file
 from ft_ckpt.storage.local_disk import PREFIX, locked_folder
 from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.read_ahead import BLOCK_BYTES
-from ft_ckpt.storage.store import FREE, Access, Folder, FolderListing, Readable, Store, Stored, checked_name, is_name
+from ft_ckpt.storage.store import (
+    FREE,
+    Access,
+    Folder,
+    FolderListing,
+    Readable,
+    Store,
+    Stored,
+    checked_name,
+    is_name,
+    read_object,
+)
 
 _DRAFT = ".draft"
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
@@ -54,11 +65,7 @@ class LocalStore:
         return self.folder / checked_name(name, is_name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        with contextlib.closing(self.open(name)) as file:
-            stop = file.size_bytes if stop is None else stop
-            memory = bytearray(max(0, stop - start))
-            file.read_into(memoryview(memory), start)
-        return bytes(memory)
+        return read_object(self, name, start, stop)
 
     def open(self, name: str) -> Readable:
         """Raises CorruptError for a pipe, socket or device."""

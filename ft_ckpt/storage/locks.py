@@ -14,7 +14,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +66,9 @@ def release_lock(path: Path) -> None:
     with _change:
         descriptor = _held.pop(str(path), None)
     if descriptor is not None:
-        try:
+        with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may have the same lock, and live longer
-        except OSError:
-            pass
-        finally:
-            os.close(descriptor)
+        os.close(descriptor)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from ft_ckpt.errors import (
     UnreadableError,
 )
 from ft_ckpt.messages import clean_causes
-from ft_ckpt.storage.store import Folder, FolderListing, Store, Stored, checked_name
+from ft_ckpt.storage.store import Folder, FolderListing, Store, Stored, checked_name, read_object
 
 ABSENT = (FileNotFoundError, exceptions.NotFoundError)
 TAKEN = (FileExistsError, exceptions.AlreadyExistsError)
@@ -132,20 +132,6 @@ _VARIABLES = {
 _CLIENT_SETTINGS = ("allow_http", "allow_invalid_certificates", "connect_timeout", "proxy_url", "timeout", "user_agent")
 _TIMEOUT = "3m"  # of one request, by the client's own clock: a part of an upload may take minutes on a slow line
 _RETRIES = {"retry_timeout": timedelta(minutes=30)}  # ten tries, some of which may time out
-
-
-def make_client(url: str, **options: Any) -> Any:
-    """The client of the bucket `url`; `options` are those of `obstore.store.from_url`. Raises ConfigError.
-
-    memory://NAME is a store in the memory of this process.
-    """
-    try:
-        if url.startswith("memory://"):
-            return MemoryStore(**options)
-        return from_url(url, **client_options(url, **options))
-    except (exceptions.BaseError, ValueError, TypeError) as error:
-        clean_causes(error)
-        raise ConfigError(f"{url}: no object store that can be used ({client_reason(error)})") from error
 
 
 def client_options(url: str, **options: Any) -> dict[str, Any]:
@@ -258,7 +244,7 @@ class RemoteWriting:
             done = obstore.put(
                 self.store.client,
                 self.store.key(self.name),
-                self._pieces(),
+                iter(self._next_piece, None),
                 use_multipart=True,
                 chunk_size=self.part_bytes,
                 max_concurrency=_STREAMS,
@@ -268,10 +254,6 @@ class RemoteWriting:
             with self._change:
                 self._error = None if self._dropped else error
                 self._change.notify_all()
-
-    def _pieces(self) -> Iterator[bytes]:
-        while (piece := self._next_piece()) is not None:
-            yield piece
 
     def _next_piece(self) -> bytes | None:
         with self._change:
@@ -305,7 +287,13 @@ class ObjectStore:
         memory://NAME is a store in the memory of this process.
         """
         url = url.rstrip("/") if url.partition("://")[2].strip("/") else url
-        return cls(make_client(url, **options), url.rstrip("/") if url.startswith("memory://") else url)
+        try:
+            if url.startswith("memory://"):
+                return cls(MemoryStore(**options), url.rstrip("/"))
+            return cls(from_url(url, **client_options(url, **options)), url)
+        except (exceptions.BaseError, ValueError, TypeError) as error:
+            clean_causes(error)
+            raise ConfigError(f"{url}: no object store that can be used ({client_reason(error)})") from error
 
     @property
     def identity(self) -> str:
@@ -329,10 +317,7 @@ class ObjectStore:
         if stop is None and not start:
             with reading_object(self.where(name)):
                 return bytes(obstore.get(self.client, self.key(name)).bytes())
-        file = self.open(name)
-        memory = bytearray(max(0, (file.size_bytes if stop is None else stop) - start))
-        file.read_into(memoryview(memory), start)
-        return bytes(memory)
+        return read_object(self, name, start, stop)
 
     def open(self, name: str) -> "RemoteObject":
         """Open an object by reading its first bytes, so that a small one takes one request."""

@@ -2,24 +2,19 @@
 
 import os
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ft_ckpt.errors import ConfigError
+from ft_ckpt.errors import ConfigError, CorruptError, LoadError, MissingError, UnreadableError
 from ft_ckpt.messages import without_secrets
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.store import Store
+from ft_ckpt.storage.local_disk import local_path
+from ft_ckpt.storage.local_store import LocalStore, files_access, folders_access
+from ft_ckpt.storage.store import FREE, Access, Readable, Store, is_name
 
 if TYPE_CHECKING:
     from ft_ckpt.storage.object_store import ObjectStore
-
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-
-from ft_ckpt.errors import CorruptError, LoadError, MissingError, UnreadableError
-from ft_ckpt.storage.local_disk import local_path
-from ft_ckpt.storage.local_store import files_access, folders_access
-from ft_ckpt.storage.store import FREE, Access, Readable, is_name
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "memory")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/]*)/*(.*)", re.DOTALL)

@@ -100,8 +100,11 @@ def group_bytes(groups: Path, mounted: Path) -> Iterator[int]:
     left out.
     """
     for folder, names in _memory_groups(groups, mounted):
-        with suppress(OSError, ValueError):  # in a container the path may be that of the host
-            yield _left_in(folder, *names)
+        limit, taken, cached = names
+        with suppress(OSError, ValueError):  # no limit; or no such group: in a container the path may be the host's
+            most, used = (int((folder / name).read_text(encoding="ascii")) for name in (limit, taken))
+            lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+            yield most - used + int(dict(line.split(maxsplit=1) for line in lines).get(cached, 0))
 
 
 def _memory_groups(groups: Path, mounted: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
@@ -114,13 +117,6 @@ def _memory_groups(groups: Path, mounted: Path) -> Iterator[tuple[Path, tuple[st
             root, names = (mounted / "memory", _FIRST) if kinds else (mounted, _SECOND)
             inner = root / path.strip("/")
             yield from ((folder, names) for folder in (inner, *inner.parents) if folder.is_relative_to(root))
-
-
-def _left_in(folder: Path, limit: str, taken: str, cached: str) -> int:
-    """Free bytes of a control group. Raises ValueError if it has no limit, OSError if there is no such group."""
-    most, used = (int((folder / name).read_text(encoding="ascii")) for name in (limit, taken))
-    about = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-    return most - used + int(about.get(cached, 0))
 
 
 _LEAST_DIRECT_BYTES = 256 << 10  # smaller reads profit more from the kernel's read-ahead

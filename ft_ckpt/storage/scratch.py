@@ -6,7 +6,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
@@ -128,12 +128,11 @@ def local_folder(place: Place, wanted: Callable[[str], bool] = lambda _: True) -
         try:
             yield copy.folder
         except Exception as error:
-            error.args = tuple(_renamed(text, copy.url, str(place)) for text in error.args)
+            before, after = printable(copy.url), printable(str(place))
+            error.args = tuple(
+                printable_lines(text).replace(before, after) if isinstance(text, str) else text for text in error.args
+            )
             raise
-
-
-def _renamed(text: object, before: str, after: str) -> object:
-    return printable_lines(text).replace(printable(before), printable(after)) if isinstance(text, str) else text
 
 
 _MEMORY, _PLENTY_BYTES = "/dev/shm", 1 << 30  # noqa: S108 - used for a new folder in it
@@ -169,7 +168,8 @@ def replaced_object(target: Place, access: Access = FREE) -> Iterator[Place]:
     if isinstance(store, LocalStore):
         path = Path(store.where(target.name))
         local_disk.make_folder(path.parent)
-        with _draft_folder(path) as folder:
+        start = os.fsencode(path.name)[:_NAME_BYTES].decode("utf-8", "ignore")
+        with locked_folder(path.parent, f".{start}{DRAFTS}", 0o700) as folder:
             yield Place(LocalStore(folder, syncs=False, access=access), path.name)
             prove_sources()
             with suppress(FileNotFoundError):
@@ -225,7 +225,10 @@ def files_made_by(make: Callable[[Path], object]) -> dict[str, bytes]:
 
     Raises TargetError or NoSpaceError when they cannot be written.
     """
-    place = _place_for_few()
+    place = tempfile.gettempdir()
+    with suppress(OSError):  # in memory if there is plenty, because training waits
+        if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _PLENTY_BYTES:
+            place = _MEMORY
     with explained(Path(place)), temporary_store(folder=Path(place)) as room:
         make(room.folder)
         return files_below(room.folder)
@@ -235,19 +238,6 @@ def files_below(folder: Path) -> dict[str, bytes]:
     """All files in a folder and below it, by relative path."""
     store = LocalStore(folder)
     return {each.name: store.read(each.name) for each in store.list()}
-
-
-def _place_for_few() -> str:
-    """The folder for files that are read back at once: in memory if there is plenty, because training waits."""
-    with suppress(OSError):
-        if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _PLENTY_BYTES:
-            return _MEMORY
-    return tempfile.gettempdir()
-
-
-def _draft_folder(target: Path) -> AbstractContextManager[Path]:
-    start = os.fsencode(target.name)[:_NAME_BYTES].decode("utf-8", "ignore")
-    return locked_folder(target.parent, f".{start}{DRAFTS}", 0o700)
 
 
 _WORTH_SHOWING_BYTES = 64 << 20

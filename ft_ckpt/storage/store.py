@@ -6,18 +6,16 @@ reading, TargetError, NoSpaceError or NameTakenError on writing.
 """
 
 import re
+import stat
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ft_ckpt.errors import ConfigError, CorruptError, damaged_input
 
 if TYPE_CHECKING:
     from ft_ckpt.storage.local_file import MappedBytes
-
-import stat
-from dataclasses import replace
 
 
 def is_name(path: object) -> bool:
@@ -232,6 +230,14 @@ def read_text(store: Store, name: str, limit_bytes: int = MOST_TEXT_BYTES, error
         content = read_range(file, 0, limit_bytes)
     with damaged_input(store.where(name)):
         return content.decode("utf-8", errors)
+
+
+def read_object(store: Store, name: str, start: int, stop: int | None) -> bytes:
+    """`Store.read` by opening the object."""
+    with closing(store.open(name)) as file:
+        memory = bytearray(max(0, (file.size_bytes if stop is None else stop) - start))
+        file.read_into(memoryview(memory), start)
+    return bytes(memory)
 
 
 def read_range(file: Readable, start: int, size_bytes: int) -> bytes:
