@@ -178,7 +178,9 @@ def _asked_by_rules(held: Sequence[HeldCheckpoint], keep: Keep) -> Iterator[tupl
         if keep.every_steps and each.step is not None and each.step % keep.every_steps == 0:
             yield each, f"every {keep.every_steps} steps"
     for metric, mode, count in keep.rankings:
-        yield from ((each, f"best {metric}") for each in _best_first(held, metric, mode)[:count])
+        known = [each for each in held if not math.isnan(each.metrics.get(metric, math.nan))]
+        known.sort(key=lambda each: each.metrics[metric] if mode == "min" else -each.metrics[metric])
+        yield from ((each, f"best {metric}") for each in known[:count])  # of equal ones the oldest first
     for name, pattern in _PERIODS.items():
         last_of = {
             datetime.fromtimestamp(each.created, timezone.utc).strftime(pattern): each
@@ -189,12 +191,6 @@ def _asked_by_rules(held: Sequence[HeldCheckpoint], keep: Keep) -> Iterator[tupl
 
 def _last_of(items: Sequence[_T], count: int | None) -> Sequence[_T]:
     return items[-count:] if count else ()
-
-
-def _best_first(held: Sequence[HeldCheckpoint], metric: str, mode: str) -> list[HeldCheckpoint]:
-    """The checkpoints that have a number for `metric`, the best first; of equal ones the oldest."""
-    known = [each for each in held if not math.isnan(each.metrics.get(metric, math.nan))]
-    return sorted(known, key=lambda each: each.metrics[metric] if mode == "min" else -each.metrics[metric])
 
 
 def _is_count(value: object) -> bool:

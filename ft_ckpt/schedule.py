@@ -117,7 +117,11 @@ def finish_last(log: Sequence[LoggedSave], seconds: float, size_bytes: int) -> t
 
 def log_to_json(log: Sequence[LoggedSave]) -> list[dict[str, Any]]:
     """The log as JSON values; metrics that are not finite are text."""
-    return [{**vars(each), "metrics": {name: _as_json(value) for name, value in each.metrics.items()}} for each in log]
+    entries = []
+    for each in log:
+        metrics = {name: value if math.isfinite(value) else str(value) for name, value in each.metrics.items()}
+        entries.append({**vars(each), "metrics": metrics})
+    return entries
 
 
 def log_from_json(document: Any) -> tuple[LoggedSave, ...]:
@@ -140,19 +144,8 @@ def _entry_from_json(entry: Mapping[str, Any]) -> LoggedSave:
     return LoggedSave(**known)
 
 
-def _as_json(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
-
-
-SIGNALS = (
-    "SIGTERM",
-    "SIGINT",
-    "SIGUSR1",
-    "SIGUSR2",
-    "SIGHUP",
-    "SIGQUIT",
-    "SIGXCPU",
-)  # signals that ask a process to end
+# Signals that ask a process to end.
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU")
 ROUTINE = ("steps", "epochs", "best", "minutes", "optimum")  # reasons after which a run continues
 DEADLINE_VARIABLE = "SLURM_JOB_END_TIME"  # unix seconds, set by Slurm in the environment of a job
 
@@ -204,7 +197,8 @@ class Every:
     def deadline_unix(self) -> float | None:
         """The deadline in unix seconds; None when there is none."""
         if self.deadline == "auto":
-            return _slurm_end(os.environ.get(DEADLINE_VARIABLE))
+            end = os.environ.get(DEADLINE_VARIABLE, "")
+            return float(end) if end.isdecimal() else None
         return _unix_seconds(self.deadline)
 
 
@@ -401,10 +395,6 @@ def _unix_seconds(when: float | datetime | str | None) -> float | None:
     if isinstance(when, str):
         when = datetime.fromisoformat(when.replace("Z", "+00:00"))  # Python 3.10 does not know the letter
     return when.timestamp() if isinstance(when, datetime) else when
-
-
-def _slurm_end(text: str | None) -> float | None:
-    return float(text) if text and text.isdecimal() else None
 
 
 def _is_duration(value: Any) -> bool:

@@ -57,12 +57,7 @@ def look_again(look: Callable[[], _T], is_passing: Callable[[_T], bool]) -> _T:
 
 
 def checkpoint_problems(
-    store: Store,
-    manifest: Manifest,
-    *,
-    deep: bool,
-    digest: Digester = digest_of_open,
-    late: Collection[str] = (),
+    store: Store, manifest: Manifest, *, deep: bool, digest: Digester = digest_of_open, late: Collection[str] = ()
 ) -> Iterator[str]:
     """Every problem that `catalog.verify` reports, a line each. `digest` gives that of an open file, in any thread.
 

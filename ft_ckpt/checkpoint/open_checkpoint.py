@@ -32,7 +32,7 @@ from ft_ckpt.messages import printable
 from ft_ckpt.storage.digests import FileRecord, digest_of_open
 from ft_ckpt.storage.frozen_view import ListedStore
 from ft_ckpt.storage.kept_store import KeptStore, keeping_digest
-from ft_ckpt.storage.local_disk import open_regular
+from ft_ckpt.storage.local_disk import regular_descriptor
 from ft_ckpt.storage.local_store import LocalStore, folder_of, temporary_store
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.proofs import FileProof, SourceFolder, SourceProof, proving
@@ -230,9 +230,11 @@ def _open_or_none(file: Path, stack: ExitStack) -> int | None:
     """A descriptor of the file, closed with the stack; None if it does not exist."""
     with damaged_input(file):
         try:
-            return stack.enter_context(open_regular(file)).fileno()
+            descriptor = regular_descriptor(file)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        stack.callback(os.close, descriptor)
+        return descriptor
 
 
 def _is_in_place(path: Path, marker: int) -> bool:

@@ -12,7 +12,6 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 from ft_ckpt._version import __version__
@@ -73,7 +72,9 @@ def main() -> NoReturn:
     141 when the reader of the output is gone.
     """
     accept_any_text()
-    sys.excepthook = _print_crash
+    sys.excepthook = lambda *crash: print_lines(
+        *"".join(traceback.format_exception(*crash)).split("\n"), file=sys.stderr
+    )
     warnings.showwarning = lambda message, *_rest, **_more: print_lines(f"{_NAME}: {message}", file=sys.stderr)
     try:
         sys.exit(run_command(sys.argv[1:]))
@@ -151,7 +152,3 @@ def h5_to_tensorflow() -> None:
     """Run `ft-ckpt convert` on a file and a folder for TensorFlow to be: `h5-to-tensorflow SRC DST`."""
     sys.argv[1:] = ["convert", *sys.argv[1:], "--format", "tensorflow"]
     main()
-
-
-def _print_crash(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-    print_lines(*"".join(traceback.format_exception(kind, error, at)).split("\n"), file=sys.stderr)

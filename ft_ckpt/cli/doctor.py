@@ -1,6 +1,5 @@
 """`ft-ckpt doctor PATH|URL`: what a place supports, how fast it is, and what saves do instead."""
 
-import dataclasses
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import suppress
@@ -72,7 +71,7 @@ def _doctor(options: Namespace) -> int:
     """
     report = examine_place(options.place, parse_size(options.size))
     if options.as_json:
-        views.print_json({**dataclasses.asdict(report), "dangers": list(report.dangers), "safe": not report.dangers})
+        views.print_json({**vars(report), "dangers": report.dangers, "safe": not report.dangers})
     else:
         _show_place(report)
     return 1 if report.dangers else 0

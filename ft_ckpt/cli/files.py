@@ -1,7 +1,6 @@
 """The commands `convert`, `average`, `merge` and `diff`, and the part of `show` that describes files."""
 
 import ctypes
-import dataclasses
 import math
 from argparse import ArgumentParser, Namespace
 from collections import Counter
@@ -117,8 +116,7 @@ def _node_rows(
 def print_conversion(source: str, report: "ConvertReport", verified: bool, *, as_json: bool) -> None:
     """Print what was written from `source`, in a line or as JSON."""
     if as_json:
-        found: dict[str, Any] = {**dataclasses.asdict(report), "path": str(report.path), "verified": verified}
-        views.print_json(found)
+        views.print_json({**vars(report), "verified": verified})
         return
     casts = ", ".join(f"{count} x {cast}" for cast, count in report.casts.items())
     facts = [f"{report.tensors} tensors", human_size(report.bytes), f"{report.seconds:.1f} s"]
@@ -184,14 +182,14 @@ def _print_differences(heads: tuple[str, ...], found: Sequence["Difference"], mo
     if not unequal:
         return
     print_lines()
-    views.print_table(heads, map(_difference_cells, unequal[:most]))
+    nothing = ("", "", "")  # none were comparable
+    rows = (
+        (each.name, " ".join(_change_words(each)), *(_change_figures(each) if each.sums.elements else nothing))
+        for each in unequal[:most]
+    )
+    views.print_table(heads, rows)
     if len(unequal) > len(unequal[:most]):
         print_lines(f"and {len(unequal) - len(unequal[:most])} more; see --top")
-
-
-def _difference_cells(each: "Difference") -> tuple[str, ...]:
-    figures = tuple(_change_figures(each)) if each.sums.elements else ("", "", "")  # none were comparable
-    return each.name, " ".join(_change_words(each)), *figures
 
 
 def _change_words(each: "Difference") -> Iterator[str]:

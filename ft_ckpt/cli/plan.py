@@ -109,10 +109,7 @@ def add_plan(parser: ArgumentParser) -> None:
         help="Nodes of the run; a failure of any of them stops it (default: 1).",
     )  # fmt: skip
     parser.add_argument(
-        "--restart-time",
-        default="5min",
-        metavar="TIME",
-        help="Time from a failure to the next step (default: 5min).",
+        "--restart-time", default="5min", metavar="TIME", help="Time from a failure to the next step (default: 5min)."
     )
     parser.add_argument(
         "--last", "--keep-last", type=bounded(int, 1), dest="keep_last", metavar="N", help="Checkpoints kept; else all."
@@ -207,13 +204,13 @@ def _show_plan(job: PlannedRun, found: list[IntervalRow], *, measured: bool, as_
     )
     print_lines(f"{job.hours:g} hours of running; a restart takes {human_time(job.restart_seconds)} (in recomputation)")
     heads = ("steps", "interval", "saves", "disk", "saving", "recomputation", "total", "")
-    views.print_table(heads, map(_interval_cells, found))
-
-
-def _interval_cells(row: IntervalRow) -> tuple[str, ...]:
-    disk = "-" if row.disk_bytes is None else human_size(row.disk_bytes)
-    shares = (_percent_text(row.saving), _percent_text(row.recomputation), _percent_text(row.total))
-    return f"{row.steps}", human_time(row.interval_seconds), f"{row.saves}", disk, *shares, "<- optimum" * row.optimum
+    rows = []
+    for row in found:
+        disk = "-" if row.disk_bytes is None else human_size(row.disk_bytes)
+        shares = map(_percent_text, (row.saving, row.recomputation, row.total))
+        mark = "<- optimum" if row.optimum else ""
+        rows.append((f"{row.steps}", human_time(row.interval_seconds), f"{row.saves}", disk, *shares, mark))
+    views.print_table(heads, rows)
 
 
 def _percent_text(fraction: float) -> str:

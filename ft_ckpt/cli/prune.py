@@ -29,10 +29,7 @@ def add_prune(parser: ArgumentParser) -> None:
     for names, effect in rules.items():
         parser.add_argument(*names, type=int, metavar="N", help=effect)
     parser.add_argument(
-        "--best",
-        action="append",
-        default=[],
-        help='Keep the best by a metric, as in "loss:min:2"; may be repeated.',
+        "--best", action="append", default=[], help='Keep the best by a metric, as in "loss:min:2"; may be repeated.'
     )
     parser.add_argument("--run", dest="run_id", help='Only of the run with this id; "all" for every run in the folder.')
     add_dry_run(parser)
@@ -114,18 +111,7 @@ def _run_id(root: Place, asked: str | None) -> str | None:
 
 def _show_report(root: Place, report: PruneReport, *, dry_run: bool, as_json: bool) -> None:
     if as_json:
-        views.print_json(
-            {
-                "path": str(root),
-                "dry_run": dry_run,
-                "kept": {str(path): list(why) for path, why in report.kept.items()},
-                "dropped": list(map(str, report.dropped)),
-                "stripped": list(map(str, report.stripped)),
-                "freed_bytes": report.freed_bytes,
-                "left": list(map(str, report.left)),
-                "problems": list(report.problems),
-            }
-        )
+        views.print_json({"path": str(root), "dry_run": dry_run, **vars(report)})
         return
     rows = [(location_name(path), "drop", "") for path in report.dropped]
     for path, why in report.kept.items():

@@ -1,6 +1,5 @@
 """`ft-ckpt report RUN`: one HTML page about a run, with charts."""
 
-import dataclasses
 import html
 import itertools
 import math
@@ -79,7 +78,7 @@ def _report(options: Namespace) -> None:
         raise NotACheckpointError(catalog.why_no_checkpoint(run.folder))
     facts = gather_facts(run, views.ranked_metrics(infos), comparisons=options.drift)
     if options.as_json:
-        views.print_json({**dataclasses.asdict(facts), "disk_bytes": facts.disk_bytes})
+        views.print_json({**vars(facts), "disk_bytes": facts.disk_bytes})
         return
     goal = Place(LocalStore(target.parent), target.name)
     access = reduce(and_, (source_access(info.place, info.place, goal) for info in infos))
@@ -114,6 +113,8 @@ def _page_text(facts: "RunFacts", charts: str) -> str:
     sizes = human_size(facts.disk_bytes) + (f", {human_size(shared)} shared between checkpoints" if shared else "")
     deleted = len(facts.dropped_steps)
     older = {0: "None was deleted", 1: "1 older one was deleted"}.get(deleted, f"{deleted} older ones were deleted")
+    metrics = facts.metrics[:3]
+    heads = ("checkpoint", "step", "saved", "size", "not shared", *metrics, "kept because", "whole")
     lines = [
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style></head><body>',
@@ -122,18 +123,12 @@ def _page_text(facts: "RunFacts", charts: str) -> str:
         *(f"<p>{_html_text(note)}</p>" for note in facts.notes),
         f'<div class="wide">{charts}</div>',
         "<h2>Checkpoints</h2>",
-        *_checkpoint_table(facts),
+        *_html_table(heads, [_checkpoint_cells(each, metrics) for each in facts.checkpoints]),
         "<h2>Saves</h2>",
         *_save_table(facts),
         "</body></html>",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _checkpoint_table(facts: "RunFacts") -> Iterable[str]:
-    metrics = facts.metrics[:3]
-    heads = ("checkpoint", "step", "saved", "size", "not shared", *metrics, "kept because", "whole")
-    return _html_table(heads, [_checkpoint_cells(each, metrics) for each in facts.checkpoints])
 
 
 def _checkpoint_cells(each: "KeptCheckpoint", metrics: Sequence[str]) -> list[str]:
@@ -242,7 +237,8 @@ def gather_facts(run: Path | Place, metrics: Sequence[str], *, comparisons: int)
     notes: list[str] = []
     document = _newest_document(infos, notes)
     with damaged_input(f"{run}: what its newest training state says of the run"):
-        kept = _kept_reasons(run, infos, document)
+        held = survey_run(run) if infos else []
+        kept = plan_pruning(held, _rules_from(document.get("keep")), document.get("run_id")).keep
         saves = log_from_json((document.get("history") or {}).get("saves", ()))
     checkpoints = tuple(_kept_checkpoints(infos, kept))
     pairs = list(itertools.pairwise(info for info in infos if not info.manifest.made_from))
@@ -260,15 +256,6 @@ def _newest_document(infos: Sequence[CheckpointInfo], notes: list[str]) -> Mappi
                 notes.append(str(error))
     notes.append("no checkpoint has a training state, so times of saves and deleted checkpoints are unknown")
     return {}
-
-
-def _kept_reasons(
-    run: Path | Place, infos: Sequence[CheckpointInfo], document: Mapping[str, Any]
-) -> dict[Path | str, tuple[str, ...]]:
-    rules = document.get("keep")
-    run_id = document.get("run_id")
-    held = survey_run(run) if infos else []
-    return dict(plan_pruning(held, _rules_from(rules), run_id).keep.items())
 
 
 def _rules_from(rules: Mapping[str, Any] | None) -> Keep:
@@ -315,17 +302,14 @@ def _file_sizes(info: CheckpointInfo) -> dict[object, tuple[int, bool]]:
 
 def _measured_drift(before: CheckpointInfo, after: CheckpointInfo, notes: list[str]) -> Drift | None:
     try:
-        return Drift(before.name, after.name, _layer_changes(before, after))
+        with ExitStack() as stack:
+            places = [stack.enter_context(hold_open(each.place)) for each in (before, after)]
+            opened = [stack.enter_context(closing(open_source(place))) for place in places]
+            changes = {each.name: each.relative for each in by_layer(compare_files(*opened))}
     except CheckpointError as error:
         notes.append(f"{before.name} and {after.name} were not compared: {error}")
         return None
-
-
-def _layer_changes(before: CheckpointInfo, after: CheckpointInfo) -> dict[str, float]:
-    with ExitStack() as stack:
-        places = [stack.enter_context(hold_open(each.place)) for each in (before, after)]
-        opened = [stack.enter_context(closing(open_source(place))) for place in places]
-        return {each.name: each.relative for each in by_layer(compare_files(*opened))}
+    return Drift(before.name, after.name, changes)
 
 
 _Draw = Callable[["Axes", RunFacts], None]
@@ -344,7 +328,9 @@ def draw_run(facts: RunFacts) -> "Figure":
     charts: list[tuple[float, _Draw]] = [(_HEIGHT, partial(_draw_metric, name)) for name in metrics]
     charts += [(_HEIGHT, _draw_times)] if facts.saves else []
     charts += [(_HEIGHT, _draw_sizes)]
-    charts += [(_drift_height(facts), _draw_drift)] if facts.drift else []
+    if facts.drift:
+        layers = {layer for each in facts.drift for layer in each.layers}
+        charts.append((1.2 + 0.14 * min(_MOST_LAYERS, len(layers)), _draw_drift))
     heights = [height for height, _ in charts]
     figure = new_figure((10, sum(heights)))
     # Subfigures have margins of their own: long labels of one chart do not make the others narrow.
@@ -441,7 +427,3 @@ def _drift_layers(facts: RunFacts) -> list[str]:
 
 def _drawn_change(change: float) -> float:
     return max(change, _LEAST_CHANGE) if math.isfinite(change) else 1.0
-
-
-def _drift_height(facts: RunFacts) -> float:
-    return 1.2 + 0.14 * min(_MOST_LAYERS, len({layer for each in facts.drift for layer in each.layers}))

@@ -1,9 +1,8 @@
 """The commands `push`, `pull`, `cp` and `sync`. The client of the place is imported when it is used."""
 
-import dataclasses
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_dry_run, add_force, add_json, print_lines, print_path
@@ -38,7 +37,7 @@ def _push(options: Namespace) -> None:
     )
     report = push_now(checkpoint, _checked_url(options.url), push_options)
     if options.as_json:
-        views.print_json({**dataclasses.asdict(report), "path": str(report.path)})
+        views.print_json(report)
         return
     facts = f"{len(report.files)} files, {human_size(report.bytes)}, {report.seconds:.1f} s"
     print_lines(f"{checkpoint} -> {report.url}: {facts if report.is_new else 'all of it was there, no commit made'}")
@@ -63,7 +62,7 @@ def _pull(options: Namespace) -> None:
 
     report = pull(_checked_url(url), folder, overwrite=options.force)
     if options.as_json:
-        views.print_json({**dataclasses.asdict(report), "path": str(report.path)})
+        views.print_json(report)
         return
     if folder is None:
         print_path(report.path)
@@ -88,7 +87,7 @@ def _cp(options: Namespace) -> None:
 
     report = copy(options.source, options.destination, overwrite=options.force)
     if options.as_json:
-        views.print_json(_json_of_copy(report))
+        views.print_json(report)
         return
     print_lines(f"{report.source} -> {report.path}: {_copy_facts(report)}")
 
@@ -118,15 +117,10 @@ def _sync(options: Namespace) -> int:
 
     report = sync(options.source, options.destination, delete=options.delete, dry_run=options.dry_run)
     if options.as_json:
-        copied = [_json_of_copy(each) for each in report.copied]
-        views.print_json({**dataclasses.asdict(report), "copied": copied, "kept": dict(report.kept)})
+        views.print_json(report)
     else:
         print_lines(*_sync_lines(report, dry_run=options.dry_run))
     return 1 if report.problems else 0
-
-
-def _json_of_copy(report: "CopyReport") -> dict[str, Any]:
-    return {**dataclasses.asdict(report), "path": str(report.path), "source": str(report.source)}
 
 
 def _sync_lines(report: "SyncReport", *, dry_run: bool) -> Iterator[str]:

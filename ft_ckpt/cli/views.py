@@ -81,7 +81,7 @@ def ranked_metrics(infos: Iterable[CheckpointInfo]) -> list[str]:
 def show_latest(info: CheckpointInfo, *, as_json: bool) -> None:
     """Print only the path, for scripts; in JSON with step and time."""
     if as_json:
-        print_json({"path": str(info.path), "step": info.manifest.step, "created": info.manifest.created})
+        print_json({"path": info.path, "step": info.manifest.step, "created": info.manifest.created})
     else:
         print_path(info.path)
 
@@ -89,8 +89,7 @@ def show_latest(info: CheckpointInfo, *, as_json: bool) -> None:
 def show_reports(reports: Sequence[VerifyReport], note: str = "", *, as_json: bool) -> None:
     """Print each verdict with `note` in one line, then its problems. In JSON a single report is not in a list."""
     if as_json:
-        found = [{**dataclasses.asdict(report), "path": str(report.path)} for report in reports]
-        print_json(found[0] if len(found) == 1 else found)
+        print_json(reports[0] if len(reports) == 1 else list(reports))
         return
     for report in reports:
         verdict = "ok" if report.ok else f"{len(report.problems)} problem(s)"
@@ -102,7 +101,7 @@ def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
     """Print metrics and each part's tensors: name, shape, dtype, size, and file if there are several."""
     manifest = info.manifest
     if as_json:
-        print_json({"path": str(info.path), **dataclasses.asdict(manifest)})
+        print_json({"path": info.path, **vars(manifest)})
         return
     print_lines(f"{info.path}: {manifest.kind}, step {_or_dash(manifest.step)}, {human_moment(manifest.created)}")
     if manifest.metrics:
@@ -128,7 +127,9 @@ def _run_columns(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict
         head: [_column_cell(each, head) for each in rows] for head in ("checkpoint", "step", "age", "size", "kind")
     }
     found |= {head: [_column_cell(each, head) for each in rows] for head in ("parts", "state")}
-    found |= {_metric_head(name): [_metric_text(each["metrics"].get(name)) for each in rows] for name in metrics}
+    for name in metrics:
+        values = (each["metrics"].get(name) for each in rows)
+        found[_metric_head(name)] = ["-" if value is None else f"{value:.4g}" for value in values]
     found |= {head: [_column_cell(each, head) for each in rows] for head in ("pinned", "valid")}
     found = {head: cells for head, cells in found.items() if set(cells) != {_ORDINARY.get(head, "")}}
     for head in (*_LEAST, *map(_metric_head, reversed(metrics))):
@@ -150,10 +151,6 @@ def _column_cell(each: Mapping[str, Any], head: str) -> str:
     if head in ("age", "size"):
         return _age_text(each["created"]) if head == "age" else human_size(each["bytes"])
     return ("yes" if each[head] else "no") if isinstance(each[head], bool) else _or_dash(each[head])
-
-
-def _metric_text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
 
 
 def _table_width(columns: Mapping[str, Sequence[str]]) -> int:
@@ -194,16 +191,19 @@ def _print_problems(path: str, problems: Iterable[str]) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print `value` as indented JSON; non-finite numbers as text, as in a manifest."""
-    print_lines(*json.dumps(_finite_values(value), indent=2).split("\n"))
+    """Print `value` as indented JSON: dataclasses as objects, paths and non-finite numbers as text."""
+    print_lines(*json.dumps(_json_value(value), indent=2).split("\n"))
 
 
-def _finite_values(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite_values(each) for key, each in value.items()}
+def _json_value(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {str(key): _json_value(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite_values(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        return [_json_value(each) for each in value]
+    is_text = isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
+    return str(value) if is_text else value
 
 
 def _or_dash(value: object) -> str:

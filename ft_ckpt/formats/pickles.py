@@ -78,10 +78,7 @@ class Call:
 
 
 def interpret_pickle(
-    stream: BinaryIO,
-    find: Find,
-    passive: frozenset[str] = frozenset(),
-    persistent: Callable[[Any], Any] | None = None,
+    stream: BinaryIO, find: Find, passive: frozenset[str] = frozenset(), persistent: Callable[[Any], Any] | None = None
 ) -> tuple[Any, list[str]]:
     """The value pickled in `stream`, and every name that `find` does not know; with any of these, it is no good.
 

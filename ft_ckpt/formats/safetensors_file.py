@@ -83,10 +83,7 @@ def split_into_files(
     groups = [{name: size for name, size in sizes.items() if (name in apart) == first} for first in (True, False)]
     splits = [
         split_state_dict_into_shards_factory(
-            group,
-            get_storage_size=int,
-            filename_pattern="{suffix}",
-            max_shard_size=most_bytes,
+            group, get_storage_size=int, filename_pattern="{suffix}", max_shard_size=most_bytes
         )
         for group in groups
         if group
@@ -98,9 +95,7 @@ def split_into_files(
 
 
 def shard_index(
-    files: Mapping[str, Sequence[str]],
-    totals: Mapping[str, int],
-    ties: Mapping[str, str] = MappingProxyType({}),
+    files: Mapping[str, Sequence[str]], totals: Mapping[str, int], ties: Mapping[str, str] = MappingProxyType({})
 ) -> str:
     """The text of the index of several files: where each tensor is, and each name in `ties` (to the kept one)."""
     places = {tensor: name for name, tensors in files.items() for tensor in tensors}

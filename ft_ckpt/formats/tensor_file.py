@@ -141,9 +141,11 @@ class RawFile:
         size_bytes = count * dtype.itemsize
         wanted = self.mapped if mapped is None else mapped
         if wanted and size_bytes >= MAP_BYTES and start % dtype.itemsize == 0:
-            held = self._map_range(start, size_bytes)
-            if held is not None:
-                return torch.frombuffer(held, dtype=dtype, count=count)
+            self._check_range(start, size_bytes)
+            self._whole = self._whole or self.file.map()
+            if self._whole is not None:
+                part = self._whole.lend(start, size_bytes, self.file.read_into)
+                return torch.frombuffer(part, dtype=dtype, count=count)
         return torch.frombuffer(self.bytes(start, size_bytes), dtype=dtype, count=count)
 
     def _check_range(self, start: int, size_bytes: int) -> None:
@@ -153,12 +155,6 @@ class RawFile:
                 f"{self.name}: bytes {start} to {start + size_bytes} asked for, the file has {self.size_bytes}; "
                 "it was cut short or its table is damaged"
             )
-
-    def _map_range(self, start: int, size_bytes: int) -> Any:
-        """A range of the file's mapping as a buffer; None if it cannot be mapped."""
-        self._check_range(start, size_bytes)
-        self._whole = self._whole or self.file.map()
-        return None if self._whole is None else self._whole.lend(start, size_bytes, self.file.read_into)
 
 
 _MAGIC = b"ft_ckpt1"
@@ -348,10 +344,8 @@ class IndexedFile:
         if name in self.readers:
             self.raw.check()
             tensor = as_tensor(self.readers[name](start, stop)).reshape(-1)
-            if whole and self.verify:
-                self._verify_digest(name, tensor)
-            return tensor
-        tensor = self.raw.tensor(self.index.start(name) + start * dtype.itemsize, stop - start, dtype)
+        else:
+            tensor = self.raw.tensor(self.index.start(name) + start * dtype.itemsize, stop - start, dtype)
         if whole and self.verify:
             self._verify_digest(name, tensor)
         return tensor

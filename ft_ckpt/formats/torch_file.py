@@ -127,14 +127,6 @@ class _TorchRecords(ZipRecords):
         self.records = {name.removeprefix(prefix): entry for name, entry in self.records.items()}
 
 
-def check_records(file: RawFile) -> None:
-    """Raise CorruptError unless all records of the torch zip file lie within it."""
-    with damaged_input(file.name):
-        archive = _TorchRecords(file, 0, file.size_bytes)
-        for name in archive.records:
-            archive.record(name)
-
-
 def load_torch_zip(
     file: RawFile, start: int = 0, size_bytes: int | None = None, rules: PickleRules | None = None
 ) -> Any:
@@ -410,12 +402,6 @@ def is_torch_file(file: RawFile) -> bool:
     return head.startswith(ZIP_MAGIC) or (head[:1] == b"\x80" and head[8:9] != b"{")  # a length can begin so too
 
 
-def check_torch_file(file: RawFile) -> None:
-    """Raise CorruptError where torch's own reader would be kept busy for ever, or ask for memory without end."""
-    with suppress(LoadError):  # what it refers to is for torch to judge
-        _torch_contents(file)
-
-
 def check_torch_written(file: RawFile, size_bytes: int) -> None:
     """Raise TargetError unless the file that torch just wrote has `size_bytes` and all its records lie within it."""
     where = file.file.where
@@ -424,7 +410,10 @@ def check_torch_written(file: RawFile, size_bytes: int) -> None:
             f"{where}: {file.size_bytes:,} bytes, torch wrote {size_bytes:,}; nothing is kept. Is the disk sound?"
         )
     try:
-        check_records(file)
+        with damaged_input(file.name):
+            archive = _TorchRecords(file, 0, file.size_bytes)
+            for name in archive.records:
+                archive.record(name)
     except CorruptError as error:
         raise TargetError(f"{where}: what torch wrote is not whole ({error}); nothing is kept") from error
 
@@ -691,7 +680,8 @@ def load_torch_object(raw: RawFile, map_location: Any, mapped: bool, verify: boo
     """
     if verify:
         check_sums(raw)
-    check_torch_file(raw)
+    with suppress(LoadError):  # what it refers to is for torch to judge
+        _torch_contents(raw)  # refuses files on which torch's reader would not end, or take memory without limit
     source: Any = io.BufferedReader(FileStream(raw), _STREAM_BYTES)
     if isinstance(raw.file, LocalFile) and is_utf8(str(raw.file.path)):
         source = raw.file.path  # torch can map a path, if it is UTF-8

@@ -9,12 +9,11 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
-from typing import BinaryIO
 
 from ft_ckpt.errors import ConfigError, CorruptError, TargetError
 from ft_ckpt.messages import warn
 from ft_ckpt.storage import libc, locks
-from ft_ckpt.storage.store import FREE, Access, Stored, file_access, folder_access
+from ft_ckpt.storage.store import FREE, Access, Stored
 
 # The calls that change the disk, each by one name, so that a test can stop the process at every one of them.
 mkdir = os.mkdir
@@ -46,11 +45,6 @@ def local_path(place: str | os.PathLike[str]) -> Path:
         advice = "leave out the scheme" if scheme[1] == "file" else others
         raise ConfigError(f"{os.fspath(place)}: {scheme[1]}:// is no place on this machine's disks; {advice}")
     return Path(place)
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading, as `regular_descriptor` does."""
-    return os.fdopen(regular_descriptor(path), "rb")
 
 
 def regular_descriptor(path: Path) -> int:
@@ -310,7 +304,10 @@ def take_access(path: Path, old: os.stat_result, limit: Access = FREE) -> None:
 
 def access_of(found: os.stat_result) -> Access:
     """The access to a file or folder with this stat result."""
-    return (folder_access if stat.S_ISDIR(found.st_mode) else file_access)(found.st_mode, found.st_gid)
+    bits = found.st_mode & 0o777
+    if stat.S_ISDIR(found.st_mode):
+        return Access(0o777, bits, found.st_gid)  # whatever files are in it
+    return Access(bits | stat.S_IRUSR, 0o777, found.st_gid)  # its owner may always read it
 
 
 def move_new(draft: Path, path: Path) -> None:

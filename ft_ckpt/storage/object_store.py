@@ -87,10 +87,6 @@ def changed_object(where: str) -> CorruptError:
     return CorruptError(f"{where}: written over while it was read; read it again")
 
 
-def taken_name(where: str) -> NameTakenError:
-    return NameTakenError(f"{where}: is there already; nothing was written")
-
-
 def client_reason(error: BaseException) -> str:
     """Status, code and message of the service, or the first line of the client's error; the rest is internal."""
     text = str(error)
@@ -415,7 +411,7 @@ class ObjectStore:
             if not isinstance(error.__cause__, TAKEN):
                 raise
             if self.stat(name) is not None:
-                raise taken_name(self.where(name)) from error
+                raise NameTakenError(f"{self.where(name)}: is there already; nothing was written") from error
             if tries == 1:
                 raise
             self._create(name, data, tries - 1)  # lost against a writer that then failed

@@ -280,16 +280,6 @@ class Access:
 FREE = Access()  # the umask alone decides
 
 
-def file_access(mode: int, group: int) -> Access:
-    """The access to a file; its owner may always read it."""
-    return Access(mode & 0o777 | stat.S_IRUSR, 0o777, group)
-
-
-def folder_access(mode: int, group: int) -> Access:
-    """The access to a folder, whatever files are in it."""
-    return Access(0o777, mode & 0o777, group)
-
-
 def _for_anyone(bits: int) -> int:
     """The bits if group and others are different people: what both may do."""
     both = bits >> 3 & bits & 0o7

@@ -85,10 +85,6 @@ def destination_place(destination: str | os.PathLike[str] | Place, source: Place
     return Place(place.folder, source.last_step) if inside else place
 
 
-def _go_on() -> None:
-    pass
-
-
 def copy_open(
     held: OpenCheckpoint,
     goal: Place,
@@ -96,7 +92,7 @@ def copy_open(
     *,
     overwrite: bool,
     shown: bool = True,
-    heed: Callable[[], None] = _go_on,
+    heed: Callable[[], None] = lambda: None,
     renews: bool = False,
 ) -> CopyReport:
     """Copy what `manifest` lists of an open checkpoint to `goal`, see `copy`.
@@ -113,8 +109,9 @@ def copy_open(
     if not may_replace:
         _refuse_occupied(goal)
     label = f"copying {goal.last_step}"
+    access = source_access(Place(held.store, MANIFEST_NAME), Place(held.origin), goal)  # each file keeps its own
     with (
-        _staging_at(goal, manifest, _access_to(held, goal), overwrite=may_replace) as staging,
+        _staging_at(goal, manifest, access, overwrite=may_replace) as staging,
         track_bytes(size_bytes if shown else 0, label) as track,
     ):
         copying = _Copying(held, staging.store, _reusable_files(staging.beside, goal, manifest.files), track, heed)
@@ -170,11 +167,6 @@ def _staging_at(goal: Place, manifest: Manifest, access: Access, *, overwrite: b
         with suppress(CheckpointError, OSError):  # the first error matters more
             staging.discard()
         raise
-
-
-def _access_to(held: OpenCheckpoint, goal: Place) -> Access:
-    """The access of a copy: that of the source's folders and manifest; each file keeps its own."""
-    return source_access(Place(held.store, MANIFEST_NAME), Place(held.origin), goal)
 
 
 def _reusable_files(

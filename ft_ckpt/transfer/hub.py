@@ -60,6 +60,7 @@ from ft_ckpt.transfer.outgoing import (
     PullReport,
     PushOptions,
     PushReport,
+    is_hidden,
     outgoing_files,
     refuse_damaged,
 )
@@ -114,9 +115,9 @@ def parse_place(text: str, revision: str | None = None) -> HubPlace:
     return HubPlace(repo_id, told or revision or MAIN, folder or "")
 
 
-def make_api(token: str | None = None, endpoint: str | None = None) -> HfApi:
-    """The client of the Hub, or of the server in HF_ENDPOINT or `endpoint`."""
-    return HfApi(endpoint=endpoint, token=token, library_name="ft_ckpt", library_version=__version__)
+def make_api(token: str | None) -> HfApi:
+    """The client of the Hub, or of the server in HF_ENDPOINT."""
+    return HfApi(token=token, library_name="ft_ckpt", library_version=__version__)
 
 
 @contextmanager
@@ -220,12 +221,6 @@ def card_facts(name: str, manifest: Manifest, base_id: str | None, adapter_confi
     return CardFacts(name, library, base_id, relation if base_id else None, task, tags, metrics)
 
 
-def blank_text(name: str, manifest: Manifest) -> str:
-    """A short card, for a repository and a checkpoint that have none."""
-    what = "a model" if manifest.step is None else f"a model after step {manifest.step:,}"
-    return _BLANK.format(name=name, what=what)
-
-
 def updated_card(text: str, facts: CardFacts) -> tuple[str, list[str]]:
     """The card with its metadata updated (byte for byte the same if nothing changes), and notes."""
     try:
@@ -308,7 +303,7 @@ def fetch_checkpoint(source: str, folder: Path | None, *, token: str | None, ove
         api = make_api(token)
         info = api.model_info(place.repo_id, revision=place.revision)
         oid, paths = str(info.sha), [one.rfilename for one in info.siblings or ()]
-        names = [name for name in place.names_below(paths) if not _is_hidden_name(name)]
+        names = [name for name in place.names_below(paths) if not is_hidden(name)]
         if not names:
             raise MissingError(f"{place.url}: nothing in it; look at the name of the folder")
         with _staging_for(folder) as staging:
@@ -322,20 +317,11 @@ def fetch_checkpoint(source: str, folder: Path | None, *, token: str | None, ove
     return PullReport(folder, place.url, oid, manifest is not None, tuple(names), size, seconds)
 
 
-def read_remote(api: HfApi, repo_id: str, path: str, oid: str) -> bytes:
-    """The content of one small file of a commit."""
-    return files_made_by(partial(_download_file, api, repo_id, path, oid))[path]
-
-
 def _refuse_taken(folder: Path, overwrite: bool) -> None:
     place = open_place(folder)
     found = None if place.is_object else place.folder.list_folder()
     if found is None or (not overwrite and (found.folders or found.objects)):
         raise NameTakenError(f"{folder}: is there already; give another folder, or overwrite=True (--force)")
-
-
-def _is_hidden_name(name: str) -> bool:
-    return any(step.startswith(".") for step in name.split("/"))
 
 
 @contextmanager
@@ -491,7 +477,10 @@ def _look_at_head(api: HfApi, place: HubPlace, options: PushOptions) -> _Head:
 
 def _remote_text(api: HfApi, place: HubPlace, oid: Any, name: str, names: frozenset[str]) -> str | None:
     path = place.path_of(name)
-    return read_remote(api, place.repo_id, path, str(oid)).decode("utf-8", "replace") if path in names else None
+    if path not in names:
+        return None
+    content = files_made_by(partial(_download_file, api, place.repo_id, path, str(oid)))[path]
+    return content.decode("utf-8", "replace")
 
 
 def _with_card(
@@ -502,7 +491,9 @@ def _with_card(
     if place.folder:
         return files, []
     name, own = place.repo_id.split("/")[-1], outgoing.content(CARD_NAME).decode("utf-8", "replace")
-    text = options.card or head.card or own or blank_text(name, outgoing.manifest)
+    step = outgoing.manifest.step
+    what = "a model" if step is None else f"a model after step {step:,}"
+    text = options.card or head.card or own or _BLANK.format(name=name, what=what)
     adapter = json.loads(outgoing.content("adapter_config.json") or b"{}")
     facts = card_facts(name, outgoing.manifest, outgoing.base_id, adapter)
     text, notes = updated_card(text, facts)

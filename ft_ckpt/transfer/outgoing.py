@@ -49,7 +49,7 @@ def refuse_damaged(held: OpenCheckpoint) -> None:
 def outgoing_files(held: OpenCheckpoint, *, state: bool, base_id: str | None) -> OutgoingFiles:
     """The files to push of an open checkpoint; with the training state if `state`. `base_id`: Hub name of the base."""
     manifest = held.manifest if state else weights_manifest(held.manifest)
-    sent = [file for file in manifest.files if not _is_hidden(file.path)]
+    sent = [file for file in manifest.files if not is_hidden(file.path)]
     left_out = sorted({file.path for file in held.manifest.files} - {file.path for file in sent})
     notes = [f"{listing(left_out, ', ')}: left out"] if left_out else []
     configs = dict(_configs_of(held, sent))
@@ -82,7 +82,8 @@ def weights_manifest(manifest: Manifest) -> Manifest:
     return replace(manifest, files=files, parts=parts, export=export)
 
 
-def _is_hidden(path: str) -> bool:
+def is_hidden(path: str) -> bool:
+    """Whether a path has a hidden step."""
     return any(step.startswith(".") for step in path.split("/"))
 
 

@@ -66,9 +66,15 @@ class PushQueue:
     def begin(self, name: str, job: Callable[[], object]) -> None:
         """Run `job`, which must not raise, in a thread of that name after all earlier jobs."""
         with self.lock:
-            thread = threading.Thread(target=_run_after, args=(self.last, job), name=name, daemon=True)
-            thread.start()
-            self.last = thread
+            before = self.last
+
+            def run() -> None:
+                if before is not None:
+                    before.join()
+                job()
+
+            self.last = threading.Thread(target=run, name=name, daemon=True)
+            self.last.start()
 
     def join(self, seconds: float | None = None) -> bool:
         """Wait for all jobs, at most `seconds`; returns whether all have ended. A forked child has none."""
@@ -124,12 +130,6 @@ def warn_of_unpushed(pushes: Sequence[PendingPush]) -> None:
         warn(f"{listing(left)}: not pushed yet; `ft-ckpt push` does it again", stacklevel=3)
 
 
-def _run_after(before: threading.Thread | None, job: Callable[[], object]) -> None:
-    if before is not None:
-        before.join()
-    job()
-
-
 def _end_failed(push: PendingPush, error: BaseException) -> None:
     warn(
         f"{push.path}: not pushed: {error}; the checkpoint is not touched, `ft-ckpt push {push.path} {push.url}` does "
@@ -149,11 +149,10 @@ def _end_queues() -> None:
 getattr(threading, "_register_atexit", atexit.register)(_end_queues)
 
 
-# For each scheme the module with `destination_url` and `send_checkpoint`, and the one with `fetch_checkpoint`. They are
-# imported on use, because their clients are slow to import.
-_BUCKETS = dict.fromkeys(SCHEMES, "ft_ckpt.transfer.buckets")
-_SENDERS = {"hf": "ft_ckpt.transfer.hub", **_BUCKETS}
-_FETCHERS = {"hf": "ft_ckpt.transfer.hub", **_BUCKETS}
+# For each scheme the module with `destination_url`, `send_checkpoint` and `fetch_checkpoint`. They are imported on use,
+# because their clients are slow to import.
+_HUB = "ft_ckpt.transfer.hub"
+_MODULES = {"hf": _HUB, **dict.fromkeys(SCHEMES, "ft_ckpt.transfer.buckets")}
 Checkpoint = str | os.PathLike[str] | Place
 
 
@@ -194,7 +193,7 @@ def push(
 
 def push_now(checkpoint: Checkpoint, destination: str | Place, options: PushOptions) -> PushReport:
     """As `push`, with its options in one object."""
-    sender = _module_for(destination, _SENDERS)
+    sender = _module_for(destination)
     sender.destination_url(destination, options)
     with open_checkpoint(_place_for(sender, checkpoint), compares=False) as held:
         report: PushReport = sender.send_checkpoint(held, destination, options)
@@ -203,7 +202,7 @@ def push_now(checkpoint: Checkpoint, destination: str | Place, options: PushOpti
 
 def begin_push(checkpoint: Checkpoint, destination: str | Place, options: PushOptions) -> PendingPush:
     """As `push` in the background, with its options in one object."""
-    sender = _module_for(destination, _SENDERS)
+    sender = _module_for(destination)
     url: str = sender.destination_url(destination, options)
     quiet = replace(options, quiet=True)
     return start_push(
@@ -214,7 +213,7 @@ def begin_push(checkpoint: Checkpoint, destination: str | Place, options: PushOp
 def push_goal(destination: str, **options: Any) -> str | Place:
     """Where to push to, in a bucket with a client of these `options`. Raises ConfigError for what cannot be."""
     goal = open_place(destination, **options) if is_url(destination) else destination
-    _module_for(goal, _SENDERS).destination_url(goal, PushOptions())
+    _module_for(goal).destination_url(goal, PushOptions())
     return goal
 
 
@@ -243,7 +242,7 @@ def pull(
     CorruptError or ManifestError when files and manifest differ, NameTakenError when `folder` is taken, TargetError or
     NoSpaceError when it cannot be written.
     """
-    fetcher, target = _module_for(source, _FETCHERS), None if folder is None else local_path(folder)
+    fetcher, target = _module_for(source), None if folder is None else local_path(folder)
     report: PullReport = fetcher.fetch_checkpoint(source, target, token=token, overwrite=overwrite)
     return report
 
@@ -251,15 +250,15 @@ def pull(
 def _place_for(sender: ModuleType, checkpoint: Checkpoint) -> Place:
     """The checkpoint where the sender can read it: the Hub's client reads local files only, so a bucket's is pulled."""
     place = open_place(checkpoint)
-    if isinstance(place.store, LocalStore) or sender.__name__ in _BUCKETS.values():
+    if isinstance(place.store, LocalStore) or sender.__name__ != _HUB:
         return place
     return open_place(pull(place).path)
 
 
-def _module_for(place: str | Place, modules: dict[str, str]) -> ModuleType:
+def _module_for(place: str | Place) -> ModuleType:
     scheme, mark, _ = str(place).partition("://")
     scheme = scheme.lower() if mark else "hf"
-    if scheme not in modules:
-        known = ", ".join(f"{each}://" for each in modules)
+    if scheme not in _MODULES:
+        known = ", ".join(f"{each}://" for each in _MODULES)
         raise ConfigError(f"{place}: {scheme}:// is no place to send to or fetch from; expected {known}")
-    return importlib.import_module(modules[scheme])
+    return importlib.import_module(_MODULES[scheme])

@@ -255,7 +255,7 @@ class RunUploads:
 
         The handle raises NotACheckpointError when `terms.keep` has deleted it before that.
         """
-        push = PendingPush(checkpoint.location, self._goal(checkpoint.last_step).folder.url, Future())
+        push = PendingPush(checkpoint.location, _place_in(self.bucket, checkpoint.last_step).folder.url, Future())
         with self._change:
             self._waiting = [*(each for each in self._waiting if not each.done), push]
         self.begin_round(terms)
@@ -294,14 +294,11 @@ class RunUploads:
             warn(left, stacklevel=3)
 
     def _describe_left(self) -> str:
-        waiting = [_pushed_name(push) for push in self._waiting if not push.done]
+        waiting = [location_name(push.path) for push in self._waiting if not push.done]
         if not (waiting or self.problems) and self._queue.join(0):
             return ""
         told = _describe_problems(self.problems) or f"{listing(waiting, ', ') or 'something'}: not uploaded yet"
         return f"{self.bucket}: {told}; kept in {self.staging}, from where the next start uploads it"
-
-    def _goal(self, name: str) -> Place:
-        return Place(self.bucket.folder, name)
 
     def _wait_until(self, until: float | None) -> None:
         """Wait for the thread until `until`, then cancel its upload."""
@@ -356,7 +353,7 @@ class RunUploads:
 
     def _bring_one(self, info: CheckpointInfo, one: _Round) -> None:
         """Upload a checkpoint if the bucket lacks it, and prune both sides."""
-        identity, goal = content_identity(info.manifest), self._goal(info.name)
+        identity, goal = content_identity(info.manifest), _place_in(self.bucket, info.name)
         one.seen.add(identity)
         try:
             report = self._upload_missing(info, goal, one.terms)
@@ -411,7 +408,7 @@ class RunUploads:
 
     def _settle(self, info: CheckpointInfo, report: PushReport) -> None:
         for push in self._waiting:
-            if _pushed_name(push) == info.name and not push.done:
+            if location_name(push.path) == info.name and not push.done:
                 push.future.set_result(report)
 
     def _settle_rest(self, asked: list[PendingPush], one: _Round) -> None:
@@ -419,7 +416,7 @@ class RunUploads:
         for push in asked:
             if not push.done:
                 gone = NotACheckpointError(f"{push.path}: deleted here, as `keep` says, before it was uploaded")
-                found = {**one.problems, **one.damaged}.get(_pushed_name(push))
+                found = {**one.problems, **one.damaged}.get(location_name(push.path))
                 push.future.set_exception(found or one.ended_by or gone)
 
 
@@ -427,10 +424,6 @@ def _describe_problems(problems: Mapping[str, Exception]) -> str:
     whys = dict.fromkeys(str(error) for error in problems.values())
     names = {why: [name for name, error in problems.items() if str(error) == why] for why in whys}
     return listing([f"{listing(names[why], ', ')}: not uploaded: {why}" for why in whys])
-
-
-def _pushed_name(push: PendingPush) -> str:
-    return location_name(push.path)
 
 
 def _manifest_in(goal: Place) -> Manifest | None:
