@@ -27,17 +27,12 @@ _Reader = Callable[[Any], Any]
 _LIMIT = 1 << 63  # of integers: sizes, offsets and counts are below it
 
 
-class OddValue(ValueError):  # noqa: N818 - named for what was found
-    """A value that is not what its field is declared to be; says where."""
+class FieldError(ValueError):
+    """A value that does not have the declared type of its field; names the field."""
 
     def __init__(self, found: str, where: str = "") -> None:
         super().__init__(f"{where}: {found}" if where else found)
         self.found, self.where = found, where
-
-    def one_level_up(self, step: str) -> "OddValue":
-        """The same error with its place as seen from the enclosing value."""
-        joint = "" if not self.where or self.where.startswith("[") else "."
-        return OddValue(self.found, f"{step}{joint}{self.where}")
 
 
 @cache
@@ -46,7 +41,7 @@ def reader_of(kind: Any) -> _Reader:
 
     Kinds are dataclasses, named tuples, tuple[X, ...], Mapping[str, X], X | None, str, int, float, bool and Any.
 
-    It raises OddValue for a value of another type, and for a field that is missing; fields that are not declared are
+    It raises FieldError for a value of another type, and for a field that is missing; fields that are not declared are
     dropped. A record may come as the list of its fields, too.
     """
     inside = get_args(kind)
@@ -75,14 +70,14 @@ def _record_reader(kind: Any) -> _Reader:
         if type(value) is list and len(value) == len(readers):
             document = dict(zip(readers, value, strict=True))
         if type(document) is not dict:
-            raise _odd_value(value, kind.__name__)
+            raise _field_error(value, kind.__name__)
         if not needed <= document.keys():
-            raise OddValue("missing", ", ".join(sorted(needed - document.keys())))
+            raise FieldError("missing", ", ".join(sorted(needed - document.keys())))
         found = {name: reader for name, reader in readers.items() if name in document}
         try:
             return kind(**{name: reader(document[name]) for name, reader in found.items()})
-        except OddValue:
-            raise _locate_odd((name, reader, document[name]) for name, reader in found.items()) from None
+        except FieldError:
+            raise _located_error((name, reader, document[name]) for name, reader in found.items()) from None
 
     return read_record
 
@@ -90,11 +85,11 @@ def _record_reader(kind: Any) -> _Reader:
 def _list_reader(each: _Reader) -> _Reader:
     def read_list(value: Any) -> tuple[Any, ...]:
         if type(value) is not list:
-            raise _odd_value(value, "a list")
+            raise _field_error(value, "a list")
         try:
             return tuple([each(item) for item in value])
-        except OddValue:
-            raise _locate_odd((f"[{number}]", each, item) for number, item in enumerate(value)) from None
+        except FieldError:
+            raise _located_error((f"[{number}]", each, item) for number, item in enumerate(value)) from None
 
     return read_list
 
@@ -102,34 +97,31 @@ def _list_reader(each: _Reader) -> _Reader:
 def _mapping_reader(each: _Reader) -> _Reader:
     def read_mapping(value: Any) -> dict[str, Any]:
         if type(value) is not dict:
-            raise _odd_value(value, "a mapping")
+            raise _field_error(value, "a mapping")
         try:
             return {key: each(item) for key, item in value.items()}
-        except OddValue:
-            raise _locate_odd((f"[{key!r}]", each, item) for key, item in value.items()) from None
+        except FieldError:
+            raise _located_error((f"[{key!r}]", each, item) for key, item in value.items()) from None
 
     return read_mapping
 
 
-def _locate_odd(items: Iterable[tuple[str, _Reader, Any]]) -> OddValue:
-    """The error of the first odd item; a second pass finds it, so that the first pass is fast."""
-    found = (odd.one_level_up(step) for step, reader, value in items if (odd := _odd_or_none(reader, value)))
-    return next(found, OddValue("changed while it was read"))
-
-
-def _odd_or_none(reader: _Reader, value: Any) -> OddValue | None:
-    try:
-        reader(value)
-    except OddValue as odd:
-        return odd
-    return None
+def _located_error(items: Iterable[tuple[str, _Reader, Any]]) -> FieldError:
+    """The error of the first invalid item; a second pass finds it, so that the first pass is fast."""
+    for step, reader, value in items:
+        try:
+            reader(value)
+        except FieldError as error:  # noqa: PERF203 - it is rare
+            joint = "" if not error.where or error.where.startswith("[") else "."
+            return FieldError(error.found, f"{step}{joint}{error.where}")
+    return FieldError("changed while it was read")
 
 
 def _plain_reader(kind: type) -> _Reader:
     def read_plain(value: Any) -> Any:
         if type(value) is kind:
             return value
-        raise _odd_value(value, kind.__name__)
+        raise _field_error(value, kind.__name__)
 
     return read_plain
 
@@ -137,20 +129,20 @@ def _plain_reader(kind: type) -> _Reader:
 def _read_integer(value: Any) -> int:
     if type(value) is int and -_LIMIT <= value < _LIMIT:
         return value
-    raise _odd_value(value, "a whole number")
+    raise _field_error(value, "a whole number")
 
 
 def _read_float(value: Any) -> float:
-    """A float; infinities come as text, and NaN stands for what is no number, which ft_ckpt 0.1.0 let pass."""
+    """A float; infinities are stored as text. Anything else is NaN, because ft_ckpt 0.1.0 did not refuse it."""
     try:
         return value if type(value) in (int, float) else float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
 
 
-def _odd_value(value: Any, expected: str) -> OddValue:
+def _field_error(value: Any, expected: str) -> FieldError:
     shown = without_secrets(value) if isinstance(value, str) else value  # before it is cut short
-    return OddValue(f"{reprlib.repr(shown)}, expected {expected}")
+    return FieldError(f"{reprlib.repr(shown)}, expected {expected}")
 
 
 _PLAIN: dict[Any, _Reader] = {
@@ -252,10 +244,10 @@ def manifest_from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
     _check_digest(document, text, source)
     try:
         manifest: Manifest = _read(document)
-    except OddValue as odd:
+    except FieldError as error:
         raise ManifestError(
-            f"{source}: malformed manifest ({odd}); the checkpoint is damaged, use an older one"
-        ) from odd
+            f"{source}: malformed manifest ({error}); the checkpoint is damaged, use an older one"
+        ) from error
     if problems := list(_manifest_problems(manifest)):
         raise ManifestError(
             f"{source}: malformed manifest ({listing(problems)}); the checkpoint is damaged, use an older one"

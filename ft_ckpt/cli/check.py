@@ -123,11 +123,11 @@ def _launch_command(words: Sequence[str], nproc: int, launch: str | None) -> lis
     return [sys.executable, *(torchrun if nproc > 1 else ()), *words]
 
 
-def _run_script(command: Sequence[str], told: Rehearsal, what: str) -> list[Step]:
+def _run_script(command: Sequence[str], rehearsal: Rehearsal, what: str) -> list[Step]:
     print_lines(f"ft-ckpt: {what} ...", file=sys.stderr)
-    last = told.steps if told.stop is None else told.stop
-    code, tail = _run_process(command, told)
-    found = read_steps(Path(told.record))
+    last = rehearsal.steps if rehearsal.stop is None else rehearsal.stop
+    code, tail = _run_process(command, rehearsal)
+    found = read_steps(Path(rehearsal.record))
     if code:
         problem = f"ended with exit code {code}"
     elif found is None:
@@ -143,9 +143,9 @@ def _run_script(command: Sequence[str], told: Rehearsal, what: str) -> list[Step
     raise CheckpointError(f"{_script_name(command)}: {problem}")
 
 
-def _run_process(command: Sequence[str], told: Rehearsal) -> tuple[int, str]:
+def _run_process(command: Sequence[str], rehearsal: Rehearsal) -> tuple[int, str]:
     """The exit code of `command`, and the last lines of its output."""
-    environment = {**os.environ, VARIABLE: told.to_json()}
+    environment = {**os.environ, VARIABLE: rehearsal.to_json()}
     with spool_file() as log:
         try:
             # The command is the user's own.

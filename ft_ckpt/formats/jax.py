@@ -299,8 +299,8 @@ class _ArrayWalk:
         if self._expect("list") != 3:
             raise CorruptError(f"{name}: an array of other than shape, type and bytes")
         shape = checked_sizes([self._expect("value") for _ in range(self._expect("list"))])
-        told = self._expect("text", "bytes")
-        dtype = told.decode() if isinstance(told, bytes) else told
+        label = self._expect("text", "bytes")
+        dtype = label.decode() if isinstance(label, bytes) else label
         size = self._expect("bytes")
         if dtype not in ITEM_BYTES or size != math.prod(shape) * ITEM_BYTES[dtype]:
             raise CorruptError(

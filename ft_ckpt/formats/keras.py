@@ -134,8 +134,8 @@ def _variable_name(root: Any, place: str, known: Mapping[str, str]) -> str:
         path = f"{path}/{step}".lstrip("/")
         if above == "layers":
             variables = root.get(f"{path}/{_VARIABLES}")
-            told = variables.attrs.get("name") if isinstance(variables, h5py.Group) else None
-            steps[-1:] = [_attribute_text(told) if told is not None else known.get(path, step)]
+            label = variables.attrs.get("name") if isinstance(variables, h5py.Group) else None
+            steps[-1:] = [_attribute_text(label) if label is not None else known.get(path, step)]
         else:
             steps.append(step)
     return "/".join((*steps, number))
@@ -222,9 +222,9 @@ def _stored_kind(file: IndexedFile, place: str) -> str | None:
     if kind in ITEM_BYTES:
         return str(kind)
     dataset = file.library[place]
-    told = _attribute_text(dataset.attrs.get("dtype", "bfloat16" if dataset.dtype.itemsize == 2 else ""))
+    label = _attribute_text(dataset.attrs.get("dtype", "bfloat16" if dataset.dtype.itemsize == 2 else ""))
     is_plain = dataset.dtype.kind == "V" and dataset.dtype.names is None and dataset.id.get_offset() is not None
-    return told if is_plain and ITEM_BYTES.get(told) == dataset.dtype.itemsize else None
+    return label if is_plain and ITEM_BYTES.get(label) == dataset.dtype.itemsize else None
 
 
 def _describe_others(file: IndexedFile, naming: _Naming) -> Iterator[str]:

@@ -408,10 +408,10 @@ def encode_node(node: Node) -> Any:
     return [kind, *children]
 
 
-def decode_node(document: Any, most: int = MOST_LEVELS + 2) -> Node:
+def decode_node(document: Any) -> Node:
     """The node that `encode_node` was given. Raises CorruptError for anything else."""
     with damaged_input("the tree of the object"):
-        return _decode_json(document, most)
+        return _decode_json(document, MOST_LEVELS + 2)
 
 
 def _decode_json(document: Any, most: int) -> Node:

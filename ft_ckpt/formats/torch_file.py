@@ -49,7 +49,7 @@ _STORAGES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128", "UntypedStorage": "uint8",
 }  # fmt: skip
-# Classes of these become stand-ins: common in training checkpoints, and of no interest beside the tensors.
+# Objects of these packages become stand-ins: they are common in training checkpoints and not needed for the tensors.
 _PASSIVE = frozenset(
     ("argparse", "deepspeed", "enum", "numpy", "omegaconf", "pathlib", "peft", "torch", "transformers")
 )
@@ -57,14 +57,14 @@ _PASSIVE = frozenset(
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """A tensor in a file: where its first element is, and how the others lie."""
+    """The location of a tensor in a file: offset, dtype, shape and strides."""
 
     file: RawFile
     start: int  # byte of the first element
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # in elements
-    record: ZipRecord | None = field(default=None, compare=False)  # that it lies in
+    record: ZipRecord | None = field(default=None, compare=False)  # the record of the zip file that contains it
 
     @property
     def span(self) -> Span:
@@ -104,19 +104,19 @@ class _StoragePlace:
     record: ZipRecord | None = None
 
 
-_FindStorage = Callable[[str, str, int], _StoragePlace]  # of a dtype, with a key, of so many elements
+_FindStorage = Callable[[str, str, int], _StoragePlace]  # from (dtype, key, number of elements)
 
 
 @dataclass(frozen=True)
 class PickleRules:
-    """What the pickle of a kind of file may name, and whether a value stands in spite of names that are not known."""
+    """The globals that the pickle of a kind of file may name, and whether a value with unknown names is accepted."""
 
     find: Find
     admits: Callable[[Any, frozenset[str]], bool] = lambda _value, _unknown: False
 
 
 class _TorchRecords(ZipRecords):
-    """The records of a torch zip file, by their names without the folder that all are in."""
+    """The records of a torch zip file, by name without their common folder."""
 
     def __init__(self, file: RawFile, start: int, size_bytes: int) -> None:
         super().__init__(file, start, size_bytes)
@@ -132,8 +132,7 @@ def load_torch_zip(
 ) -> Any:
     """The value in the torch zip file at [start, start + size_bytes) of `file`, its tensors as `TensorPlace`.
 
-    Raises CorruptError when it is no such file, LoadError naming everything it refers to that is neither a tensor nor
-    plain data.
+    Raises CorruptError for any other file, LoadError naming every global that is neither a tensor nor plain data.
     """
     with damaged_input(f"{file.name}: saved by torch"):
         return _load_zip(file, start, file.size_bytes - start if size_bytes is None else size_bytes, rules or _RULES)
@@ -147,7 +146,7 @@ def _load_zip(file: RawFile, start: int, size_bytes: int, rules: PickleRules) ->
     if "constants.pkl" in archive.records:
         raise LoadError(f"{name}: a TorchScript program, expected saved tensors; save its state_dict() instead")
     for record in archive.records:
-        if not record.startswith("data/"):  # torch makes room for all of these, whatever size they tell
+        if not record.startswith("data/"):  # torch allocates memory for these by their recorded size
             archive.record(record)
     storages: dict[str, ZipRecord] = {}
 
@@ -162,14 +161,14 @@ def _load_zip(file: RawFile, start: int, size_bytes: int, rules: PickleRules) ->
 def load_torch_legacy(file: RawFile) -> Any:
     """The value in a file of torch before 1.6, as `load_torch_zip` gives it.
 
-    After three pickles of no interest there is one of the object, one of the keys of its storages, and then these, each
-    after its number of elements. So the object is read twice: to come to the storages, and with their places.
+    Such a file has three pickles that are not needed, one of the object, one of the keys of its storages, and then the
+    storages, each after its number of elements. The object is read twice: to find the storages, and with their offsets.
     """
     with damaged_input(f"{file.name}: saved by torch before 1.6"):
         stream, sizes = io.BufferedReader(FileStream(file)), dict[str, int]()
 
         def note_storage(dtype: str, key: str, count: int) -> _StoragePlace:
-            if count * ITEM_BYTES[dtype] > file.size_bytes:  # torch makes room for it before it looks
+            if count * ITEM_BYTES[dtype] > file.size_bytes:  # torch would allocate it before reading
                 raise ExcessError(f"storage {key} of {count:,} elements, in a file of {file.size_bytes:,} bytes")
             sizes[key] = max(ITEM_BYTES[dtype], sizes.get(key, 0))
             return _StoragePlace(file, 0, count * ITEM_BYTES[dtype], dtype)
@@ -200,14 +199,14 @@ def load_torch_pickle(
 
 
 def _read_pickle(stream: Any, source: str, storage: _FindStorage | None, rules: PickleRules | None = None) -> Any:
-    """The value of the pickle in `stream`, which is left at the end of it."""
+    """The value of the pickle in `stream`, which is then positioned at its end."""
 
     def load_reference(reference: Any) -> _StoragePlace:
         if storage is None or not isinstance(reference, tuple) or len(reference) not in (5, 6):
-            raise CorruptError("a reference to no storage")
+            raise CorruptError("an invalid reference to a storage")
         kind, dtype, key, _location, count, *view = reference
         if kind != "storage" or type(dtype) is not str or type(key) is not str or type(count) is not int or any(view):
-            raise CorruptError("a reference to no storage")
+            raise CorruptError("an invalid reference to a storage")
         return storage(dtype, key, count)
 
     rules = rules or _RULES
@@ -229,7 +228,7 @@ def _rebuild_v2(
 def _rebuild_v3(
     storage: _StoragePlace, offset: int, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, flags: Any = None
 ) -> TensorPlace | UnreadableTensor:
-    if flags:  # values that stand for their conjugates or negatives
+    if flags:  # lazy conjugates or negatives
         return UnreadableTensor(f"lazily {' and '.join(flags)}")
     dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
@@ -237,15 +236,15 @@ def _rebuild_v3(
     shape, stride, (offset,) = checked_sizes(shape), checked_sizes(stride), checked_sizes((offset,))
     item, count = ITEM_BYTES[dtype], math.prod(shape)
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    first = storage.start + offset * item if count else storage.start  # an empty one may begin anywhere
+    first = storage.start + offset * item if count else storage.start  # the offset of an empty tensor is arbitrary
     if count and first + (last + 1) * item > storage.end:
-        raise CorruptError(f"a tensor of shape {tuple(shape)} that leads out of its storage")
+        raise CorruptError(f"a tensor of shape {tuple(shape)} that reaches beyond its storage")
     return TensorPlace(storage.file, first, dtype, shape, stride, storage.record)
 
 
 def _rebuild_type(function: Any, _type: Any, args: Any, _state: Any) -> Any:
     if not isinstance(function, Call):
-        raise CorruptError("a tensor made by no function of torch's")
+        raise CorruptError("a tensor that is made by an unknown function")
     return function(*args)
 
 
@@ -266,9 +265,9 @@ _GLOBALS: dict[str, Any] = {
 
 
 def find_torch_name(full: str) -> Any:
-    """What stands for a name in torch's files; None where the table does not have it."""
+    """The stand-in for a global of torch's files; None if the table does not have it."""
     module, _, name = full.rpartition(".")
-    if name in _STORAGES and module.partition(".")[0] == "torch":  # in several modules, as versions went
+    if name in _STORAGES and module.partition(".")[0] == "torch":  # the module differs between versions of torch
         return _STORAGES[name]
     if full not in _GLOBALS and full.startswith("torch._utils._rebuild"):
         return Call(lambda *_args: UnreadableTensor(name))
@@ -279,14 +278,14 @@ _RULES = PickleRules(find_torch_name)
 
 
 def kind_of_leaf(leaf: Any) -> str:
-    """The type of a value in a torch file, also of one that only stands for an object, a class or a function."""
+    """The type of a value in a torch file, also for stand-ins of objects, classes and functions."""
     if isinstance(leaf, Passive) or (isinstance(leaf, type) and issubclass(leaf, Passive)):
         return leaf.kind
     return "function" if isinstance(leaf, Call) else type(leaf).__name__
 
 
 def holds_tensors(leaf: Any) -> bool:
-    """Whether an object of an unknown class was given tensors, or storages of such, by the pickle."""
+    """Whether the pickle passed tensors or storages to an object of an unknown class."""
     stack, seen = [leaf], set()
     while stack:
         value = stack.pop()
@@ -320,26 +319,26 @@ _LEGACY, _BARE = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", (b"\x80\x02}", b
 
 
 class TorchFile(SpanFile):
-    """A SpanFile some of whose tensors do not lie in row-major order; each of those is made so, one at a time."""
+    """A SpanFile with tensors in any order of strides; those are converted to row-major order, one at a time."""
 
     def __init__(self, specs: Mapping[str, Spec], stored: Mapping[str, TensorPlace], **more: Any) -> None:
         spans = {name: [one.span] for name, one in stored.items()}
         super().__init__(specs, spans, **more)
-        self.odd = {name: one for name, one in stored.items() if not one.is_row_major}
+        self.strided = {name: one for name, one in stored.items() if not one.is_row_major}
         self.made: tuple[str | None, Tensor] = (None, torch.empty(0))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Flat elements [start, stop) in row-major order: 1-D, on the CPU."""
-        if name not in self.odd:
+        if name not in self.strided:
             return super().read(name, start, stop)
         if self.made[0] != name:
             self.made = (None, torch.empty(0))  # one at a time: the last is freed before the next is read
-            self.made = (name, row_major(self.odd[name]))
+            self.made = (name, row_major(self.strided[name]))
         return self.made[1][start:stop]
 
     def runs(self, name: str) -> list[ByteRun] | None:
         """None when the tensor is not stored in row-major order."""
-        return None if name in self.odd else super().runs(name)
+        return None if name in self.strided else super().runs(name)
 
     def close(self) -> None:
         self.made = (None, torch.empty(0))
@@ -348,14 +347,14 @@ class TorchFile(SpanFile):
 def open_torch_file(file: RawFile) -> TorchFile:
     """The tensors of a file written by `torch.save`, nested dicts and lists as dotted names; nothing in it is run.
 
-    What is no tensor is named in `skipped`, further names of one tensor in `ties`. Raises LoadError naming what cannot
-    be read as tensors or plain data, and names that are not unique; CorruptError when the file is damaged.
+    Other values are listed in `skipped`, further names of a tensor in `ties`. Raises LoadError naming values that are
+    neither tensors nor plain data, and names that are not unique; CorruptError when the file is damaged.
     """
     return join_places(file, *split_tensors(_torch_contents(file), file.name))
 
 
 def join_places(file: RawFile, tensors: Mapping[str, TensorPlace], skipped: Sequence[str]) -> TorchFile:
-    """The tensors of an open file by name; further names of one are ties. Raises CorruptError where it is too small."""
+    """The tensors of an open file by name; further names of a tensor are ties. Raises CorruptError for a short file."""
     specs, kept, ties = {}, {}, {}
     seen: dict[TensorPlace, str] = {}
     for name, one in tensors.items():
@@ -371,39 +370,41 @@ def join_places(file: RawFile, tensors: Mapping[str, TensorPlace], skipped: Sequ
 def split_tensors(value: Any, source: str) -> tuple[dict[str, TensorPlace], list[str]]:
     """The tensors of nested dicts and lists by dotted name, and descriptions of all other values.
 
-    Raises LoadError when two of them get one name, and for tensors that are more than bytes in a file, or are held by
-    an object of another class.
+    Raises LoadError when two of them get one name, for tensor types that are not plain dense data, and for tensors
+    inside objects of unknown classes.
     """
     tensors: dict[str, TensorPlace] = {}
-    twice, odd, skipped = [], [], []
+    repeated, unreadable, skipped = [], [], []
     for found, leaf in named_leaves(value):
         name = found or "tensor"  # the file is one tensor, without a name
         if isinstance(leaf, TensorPlace):
-            twice += [name] if name in tensors else []
+            repeated += [name] if name in tensors else []
             tensors[name] = leaf
         elif isinstance(leaf, UnreadableTensor):
-            odd.append(f"{name} ({leaf.kind})")
+            unreadable.append(f"{name} ({leaf.kind})")
         elif holds_tensors(leaf):
-            odd.append(f"{name} (tensors in an object of {kind_of_leaf(leaf)})")
+            unreadable.append(f"{name} (tensors in an object of {kind_of_leaf(leaf)})")
         else:
             skipped.append(f"{name}: {kind_of_leaf(leaf)}")
-    if twice:
-        raise LoadError(f"{source}: {listing(twice, ', ')}: names of several tensors once nesting is written as dots")
-    if odd:
+    if repeated:
         raise LoadError(
-            f"{source}: {listing(odd, ', ')}: expected plain dense tensors; save them so, or leave them out"
+            f"{source}: {listing(repeated, ', ')}: names of several tensors once nesting is written as dots"
+        )
+    if unreadable:
+        raise LoadError(
+            f"{source}: {listing(unreadable, ', ')}: expected plain dense tensors; save them so, or leave them out"
         )
     return tensors, skipped
 
 
 def is_torch_file(file: RawFile) -> bool:
-    """True when the file begins as those of torch do: a zip archive, or a pickle."""
+    """True when the file begins as torch's do: with a zip record or a pickle."""
     head = bytes(file.bytes(0, min(16, file.size_bytes)))
     return head.startswith(ZIP_MAGIC) or (head[:1] == b"\x80" and head[8:9] != b"{")  # a length can begin so too
 
 
 def check_torch_written(file: RawFile, size_bytes: int) -> None:
-    """Raise TargetError unless the file that torch just wrote has `size_bytes` and all its records lie within it."""
+    """Raise TargetError unless the file that torch wrote has `size_bytes` and contains all its records."""
     where = file.file.where
     if file.size_bytes != size_bytes:
         raise TargetError(
@@ -446,13 +447,13 @@ def _torch_contents(file: RawFile) -> Any:
 
 
 def row_major(one: TensorPlace) -> Tensor:
-    """All elements of a tensor in row-major order, 1-D, whatever order they are stored in."""
+    """All elements of a tensor, copied to row-major order, 1-D."""
     data = one.span.read(0, one.span.numel, getattr(torch, one.dtype))
     return torch.as_strided(data, one.shape, one.stride).clone(memory_format=torch.contiguous_format).view(-1)
 
 
 def strided_tensor(one: TensorPlace) -> Tensor:
-    """A tensor as it is stored; writable, and no write reaches the file."""
+    """A tensor with its stored strides; writes to it do not reach the file."""
     data = one.file.tensor(one.start, one.span.numel, getattr(torch, one.dtype))
     return torch.as_strided(data, one.shape, one.stride)
 
@@ -557,7 +558,7 @@ class _ZipRecord:
 
 @dataclass(frozen=True)
 class TorchArchive:
-    """A torch file before it is written: `layout` sees it as one run of bytes, which `weave_bytes` makes."""
+    """A torch file before it is written: one run of bytes in `layout`, which `weave_bytes` yields."""
 
     specs: tuple[Spec, ...]
     starts: tuple[int, ...]
@@ -588,7 +589,7 @@ def lay_out_torch(
 ) -> TorchArchive:
     """A file that `torch.load` reads as a dict of tensors; `ties` are further names of a tensor.
 
-    `metadata` has no place in such a file. Raises SelectionError naming dtypes that torch cannot save.
+    `metadata` is not stored. Raises SelectionError naming dtypes that torch cannot save.
     """
     foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in ITEM_BYTES]
     if foreign:
@@ -626,10 +627,9 @@ _MOST_AT_ONCE = 1 << 30  # bytes written in one call; Linux takes less than 2 GB
 
 
 class _CountingStream:
-    """A file for torch to write into: all it is given is written, or the first error is kept and all others follow it.
+    """A file that torch writes into: writes everything, or keeps the first error and raises it again.
 
-    torch's own way of writing neither looks at how much of a block was taken (Linux takes 2 GB at a time) nor at why
-    writing failed.
+    torch's own writer checks neither how many bytes a call has written (Linux writes at most 2 GB) nor why it failed.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -674,7 +674,7 @@ def save_torch_object(obj: Any, stage: Path) -> None:
 
 
 def load_torch_object(raw: RawFile, map_location: Any, mapped: bool, verify: bool) -> Any:
-    """The object in an open file, its tensors on `map_location`; mapped from the file, if `mapped` and None.
+    """The object in an open file, its tensors on `map_location`; if that is None and `mapped`, mapped from the file.
 
     `verify` compares checksums. Raises CorruptError where the file is damaged or would run code.
     """
@@ -703,10 +703,10 @@ _MAPPINGS, _SEQUENCES = (dict, OrderedDict, Counter), (list, tuple, set)
 
 
 def check_torch_object(obj: Any, root: str = "state", classes: Collection[type] = PLAIN) -> None:
-    """Raise SelectionError, naming the places in `obj`, unless torch reads all of it back without running anything.
+    """Raise SelectionError naming the paths in `obj` of values that torch does not read back without running code.
 
-    `classes` are those of its tensors. What the types do not tell, such as an integer too long for torch, is tried:
-    without the tensors, in memory.
+    `classes` are the allowed tensor classes. Limits that types do not show, such as the length of integers, are tested
+    by saving and loading the object in memory without its tensors.
     """
     outline = _Outline(frozenset(classes))
     bare = outline.bare_value(obj, root)
@@ -729,7 +729,7 @@ def check_torch_object(obj: Any, root: str = "state", classes: Collection[type] 
 
 @dataclass
 class _Outline:
-    """Copies an object without its tensors, and lists what is refused in it."""
+    """Copies an object without its tensors, and lists the values that are refused."""
 
     classes: frozenset[type]
     refused: list[str] = field(default_factory=list)
@@ -737,7 +737,7 @@ class _Outline:
     above: list[int] = field(default_factory=list)
 
     def bare_value(self, value: Any, place: str) -> Any:
-        """`value` with None, or what else it carries, for each tensor."""
+        """`value` with None, or its extra attributes, for each tensor."""
         if type(value) in _VALUES:
             return value
         if isinstance(value, torch.Tensor):
@@ -782,7 +782,7 @@ class _Outline:
 
 
 class _PickledArray:
-    """Stands for an array of numpy until all of the pickle is read."""
+    """A numpy array until the whole pickle is read."""
 
     def __init__(self, *_made_as: Any) -> None:
         self.state: Any = None
@@ -806,7 +806,7 @@ _ARRAYS = dict.fromkeys(("numpy.core.multiarray._reconstruct", "numpy._core.mult
 def load_torch_values(file: RawFile, *, places: bool = False) -> Any:
     """The object in an open file, its tensors mapped from it; with `places` they stay `TensorPlace`.
 
-    Raises LoadError naming what it refers to that is neither a tensor nor plain data, CorruptError when it is damaged.
+    Raises LoadError naming values that are neither tensors nor plain data, CorruptError when the file is damaged.
     """
     return _real_value(load_torch_zip(file, rules=PickleRules(_find_with_arrays)), file.name, places)
 
@@ -822,7 +822,7 @@ def _find_with_arrays(full: str) -> Any:
 
 
 def _real_value(value: Any, name: str, places: bool) -> Any:
-    """What `value`, which is at `name`, describes."""
+    """The value that `value`, at the path `name`, describes."""
     if isinstance(value, TensorPlace):
         return value if places else strided_tensor(value)
     if isinstance(value, _PickledArray):

@@ -381,8 +381,8 @@ def clear_drafts(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked_folder(parent: Path, start: str, mode: int = 0o777) -> Iterator[Path]:
-    """Yield a new, locked folder in `parent` whose name begins with `start`; delete it after the block.
+def locked_folder(parent: Path, start: str) -> Iterator[Path]:
+    """Yield a new, locked folder in `parent`, private to this user, whose name begins with `start`; deleted afterwards.
 
     Folders of the same kind whose processes were killed are deleted first.
     """
@@ -391,7 +391,7 @@ def locked_folder(parent: Path, start: str, mode: int = 0o777) -> Iterator[Path]
             with locks.claim_leftover(parent / name, name, ABANDONED_SECONDS) as gone:
                 if gone:
                     rmtree(parent / name)
-    folder = make_locked_folder(lambda owner: parent / f"{start}{owner}", mode)
+    folder = make_locked_folder(lambda owner: parent / f"{start}{owner}", 0o700)
     try:
         yield folder
     finally:

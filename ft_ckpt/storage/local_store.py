@@ -260,7 +260,7 @@ def temporary_store(folder: str | Path | None = None, prefix: str = "ft_ckpt-cop
     """
     import tempfile  # here, so that listing does not pay for it
 
-    with locked_folder(Path(folder or tempfile.gettempdir()), prefix, mode=0o700) as room:
+    with locked_folder(Path(folder or tempfile.gettempdir()), prefix) as room:
         yield LocalStore(room)
 
 

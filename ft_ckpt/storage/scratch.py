@@ -169,7 +169,7 @@ def replaced_object(target: Place, access: Access = FREE) -> Iterator[Place]:
         path = Path(store.where(target.name))
         local_disk.make_folder(path.parent)
         start = os.fsencode(path.name)[:_NAME_BYTES].decode("utf-8", "ignore")
-        with locked_folder(path.parent, f".{start}{DRAFTS}", 0o700) as folder:
+        with locked_folder(path.parent, f".{start}{DRAFTS}") as folder:
             yield Place(LocalStore(folder, syncs=False, access=access), path.name)
             prove_sources()
             with suppress(FileNotFoundError):

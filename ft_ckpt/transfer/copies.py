@@ -105,7 +105,7 @@ def copy_open(
     if is_there(goal, manifest) and (not renews or verify(goal).ok):
         settle_staging_at(goal)
         return CopyReport(goal.location, source, False, names, size_bytes, 0, (), time.monotonic() - begun)
-    may_replace = overwrite or _is_same_copy(manifest_at(goal), manifest)
+    may_replace = overwrite or is_same_copy(manifest_at(goal), manifest)
     if not may_replace:
         _refuse_occupied(goal)
     label = f"copying {goal.last_step}"
@@ -125,7 +125,7 @@ def copy_open(
 
 def is_there(goal: Place, manifest: Manifest) -> bool:
     """Whether the checkpoint of this manifest is at `goal`, with all files at their sizes."""
-    if not _is_same_copy(manifest_at(goal), manifest):
+    if not is_same_copy(manifest_at(goal), manifest):
         return False
     sizes = {each.name: each.size_bytes for each in goal.folder.list()}
     return all(sizes.get(file.path) == file.size_bytes for file in manifest.files)
@@ -144,7 +144,8 @@ def content_identity(manifest: Manifest) -> str:
     return digest_of_bytes(repr((facts, [(file.path, *content_key(file)) for file in manifest.files])).encode())
 
 
-def _is_same_copy(found: Manifest | None, manifest: Manifest) -> bool:
+def is_same_copy(found: Manifest | None, manifest: Manifest) -> bool:
+    """Whether two manifests are of copies of one checkpoint."""
     return found is not None and content_identity(found) == content_identity(manifest)
 
 

@@ -102,17 +102,17 @@ def parse_place(text: str, revision: str | None = None) -> HubPlace:
     """
     refuse_secrets(text, "HF_TOKEN, `hf auth login` or token=")
     match = _URL.fullmatch(text)
-    repo_id, told, folder = (match[1], match[2], match[3]) if match else (text, None, None)
-    told = None if told is None else unquote(told)
+    repo_id, named, folder = (match[1], match[2], match[3]) if match else (text, None, None)
+    named = None if named is None else unquote(named)
     if "://" in repo_id or repo_id.split("/")[0] in _OTHERS:
         raise ConfigError(f"{text}: no model repository; expected hf://user/name, with @revision or a folder if needed")
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise ConfigError(f"{text}: no name of a model repository ({error}); expected user/name") from error
-    if told is not None and revision is not None and told != revision:
+    if named is not None and revision is not None and named != revision:
         raise ConfigError(f"{text} and revision={revision!r}: two revisions; leave one out")
-    return HubPlace(repo_id, told or revision or MAIN, folder or "")
+    return HubPlace(repo_id, named or revision or MAIN, folder or "")
 
 
 def make_api(token: str | None) -> HfApi:
@@ -156,10 +156,10 @@ def hub_status(error: BaseException | None) -> int | None:
 
 
 def _as_ours(where: str, error: BaseException, writing: bool) -> CheckpointError:
-    told = f"{where}: {'not pushed' if writing else 'not read'} ({_hub_reason(error)}); {_advice(error)}"
+    text = f"{where}: {'not pushed' if writing else 'not read'} ({_hub_reason(error)}); {_advice(error)}"
     if isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError)) and not writing:
-        return MissingError(told)
-    return TargetError(told) if writing else UnreadableError(told)
+        return MissingError(text)
+    return TargetError(text) if writing else UnreadableError(text)
 
 
 def _hub_reason(error: BaseException) -> str:
@@ -278,15 +278,15 @@ def _short_name(name: str) -> str:
 
 def _is_result(name: str, value: float, manifest: Manifest) -> bool:
     """Whether a metric measures the quality of the model, not the training or its speed."""
-    is_told = name in manifest.rankings or name.startswith(_EVALUATED)
-    return is_told and math.isfinite(value) and not name.endswith(_NO_RESULTS)
+    is_metric = name in manifest.rankings or name.startswith(_EVALUATED)
+    return is_metric and math.isfinite(value) and not name.endswith(_NO_RESULTS)
 
 
 def _task_of(part: PartRecord | None, adapter_config: Mapping[str, Any]) -> str | None:
-    told = [] if part is None else [part.class_name]
-    told += [str(adapter_config.get("task_type"))]
-    told += [str((adapter_config.get("auto_mapping") or {}).get("base_model_class"))]
-    return next((task for end, task in _TASKS.items() for name in told if name.endswith(end)), None)
+    names = [] if part is None else [part.class_name]
+    names += [str(adapter_config.get("task_type"))]
+    names += [str((adapter_config.get("auto_mapping") or {}).get("base_model_class"))]
+    return next((task for end, task in _TASKS.items() for name in names if name.endswith(end)), None)
 
 
 _ARRIVING = ".arriving"  # in the stage: the library's download folder, with its cache files
@@ -428,11 +428,11 @@ def _commit_once(api: HfApi, place: HubPlace, path: Path, outgoing: OutgoingFile
     adding = [CommitOperationAdd(place.path_of(name), file) for name, file in files.items()]
     deleting = [CommitOperationDelete(place.path_of(name)) for name in stale]
     step = outgoing.manifest.step
-    told = f"Push {path.name}" + ("" if step is None else f", step {step}")
+    message = f"Push {path.name}" + ("" if step is None else f", step {step}")
     commit = api.create_commit(
         place.repo_id,
         [*adding, *deleting],
-        commit_message=options.message or told,
+        commit_message=options.message or message,
         revision=place.revision,
         parent_commit=head.oid,
     )

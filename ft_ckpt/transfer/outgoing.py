@@ -102,9 +102,9 @@ def _configs_of(held: OpenCheckpoint, files: list[FileRecord]) -> Iterator[tuple
 
 def _base_on_hub(manifest: Manifest, configs: Mapping[str, dict[str, Any]]) -> str | None:
     """The Hub name of the base, from adapter configs and the manifest."""
-    told = [config.get("base_model_name_or_path") for config in configs.values()]
-    told += [part.base.id for part in manifest.parts if part.base is not None]
-    return next((name for name in told if isinstance(name, str) and is_hub_name(name)), None)
+    names = [config.get("base_model_name_or_path") for config in configs.values()]
+    names += [part.base.id for part in manifest.parts if part.base is not None]
+    return next((name for name in names if isinstance(name, str) and is_hub_name(name)), None)
 
 
 def _local_bases(manifest: Manifest) -> set[str]:
@@ -122,23 +122,23 @@ def _changed_configs(
 ) -> Iterator[tuple[str, tuple[bytes, str]]]:
     """The configs with paths of this machine, by path: (content without them, description of the change)."""
     for path, config in configs.items():
-        told: list[str] = []
-        found = _without_places(config, "", local, base_id, told)
-        if told:
-            yield path, (f"{json.dumps(found, indent=2, sort_keys=True)}\n".encode(), "; ".join(told))
+        changes: list[str] = []
+        found = _without_places(config, "", local, base_id, changes)
+        if changes:
+            yield path, (f"{json.dumps(found, indent=2, sort_keys=True)}\n".encode(), "; ".join(changes))
 
 
-def _without_places(value: Any, key: str, local: set[str], base_id: str | None, told: list[str]) -> Any:
-    """The JSON value without paths of this machine; descriptions of changes are appended to `told`."""
+def _without_places(value: Any, key: str, local: set[str], base_id: str | None, changes: list[str]) -> Any:
+    """The JSON value without paths of this machine; descriptions of changes are appended to `changes`."""
     if isinstance(value, dict):
-        return {name: _without_places(each, name, local, base_id, told) for name, each in value.items()}
+        return {name: _without_places(each, name, local, base_id, changes) for name, each in value.items()}
     if isinstance(value, list):
-        return [_without_places(each, key, local, base_id, told) for each in value]
+        return [_without_places(each, key, local, base_id, changes) for each in value]
     is_base = key in _BASE_KEYS and isinstance(value, str) and not is_hub_name(value)
     if not isinstance(value, str) or not (value in local or is_base or _is_place_here(value)):
         return value
     instead = base_id if key in _BASE_KEYS or value in local else None
-    told.append(f"{key} was a path of this machine, {'left out' if instead is None else f'now {instead}'}")
+    changes.append(f"{key} was a path of this machine, {'left out' if instead is None else f'now {instead}'}")
     return instead
 
 

@@ -39,7 +39,7 @@ from ft_ckpt.retention import Keep
 from ft_ckpt.storage.local_store import LocalStore, folder_of, make_like
 from ft_ckpt.storage.place import Place, location_name, open_place
 from ft_ckpt.transfer.buckets import push_report
-from ft_ckpt.transfer.copies import CopyReport, content_identity, copy_open, is_there
+from ft_ckpt.transfer.copies import CopyReport, content_identity, copy_open, is_same_copy, is_there
 from ft_ckpt.transfer.outgoing import PushReport
 from ft_ckpt.transfer.push import PendingPush, PushQueue
 
@@ -156,9 +156,9 @@ def _plan_one(
     saved_again = found is not None and run_id is not None and run_id == found.manifest.run_id
     if found is None or (saved_again and info.manifest.created > found.manifest.created):
         plan.copy.append(info)
-    elif content_identity(found.manifest) == content_identity(info.manifest):
+    elif is_same_copy(found.manifest, info.manifest):
         (plan.present if is_there(_place_in(goal, info.name), info.manifest) else plan.copy).append(info)
-    elif content_identity(without_state(found.manifest)) == content_identity(info.manifest):
+    elif is_same_copy(without_state(found.manifest), info.manifest):
         plan.present.append(info)
         plan.strip += [info.name] if delete else []
     else:
@@ -243,7 +243,7 @@ class RunUploads:
         self._terms: UploadTerms | None = None
         self._known_there: set[str] = set()  # found in the bucket by any round
         self._is_queued = False  # a round that has not begun will find new checkpoints
-        self._has_told = False  # remaining checkpoints were reported since the last request
+        self._has_text = False  # remaining checkpoints were reported since the last request
         self._is_over = threading.Event()
 
     def takes(self, checkpoint: Place) -> bool:
@@ -264,7 +264,7 @@ class RunUploads:
     def begin_round(self, terms: UploadTerms) -> None:
         """Start uploading all checkpoints that the bucket lacks."""
         with self._change:
-            self._terms, self._has_told = terms, False
+            self._terms, self._has_text = terms, False
             if self._is_queued:
                 return
             self._is_queued = True
@@ -285,20 +285,20 @@ class RunUploads:
             self._is_over.set()
             self.warn_of_left()
             raise
-        self._has_told = True
+        self._has_text = True
         return self._describe_left()
 
     def warn_of_left(self) -> None:
         """Warn of checkpoints that are not uploaded, unless `finish` has reported them."""
-        if not self._has_told and (left := self._describe_left()):
+        if not self._has_text and (left := self._describe_left()):
             warn(left, stacklevel=3)
 
     def _describe_left(self) -> str:
         waiting = [location_name(push.path) for push in self._waiting if not push.done]
         if not (waiting or self.problems) and self._queue.join(0):
             return ""
-        told = _describe_problems(self.problems) or f"{listing(waiting, ', ') or 'something'}: not uploaded yet"
-        return f"{self.bucket}: {told}; kept in {self.staging}, from where the next start uploads it"
+        text = _describe_problems(self.problems) or f"{listing(waiting, ', ') or 'something'}: not uploaded yet"
+        return f"{self.bucket}: {text}; kept in {self.staging}, from where the next start uploads it"
 
     def _wait_until(self, until: float | None) -> None:
         """Wait for the thread until `until`, then cancel its upload."""
@@ -332,8 +332,8 @@ class RunUploads:
         self.problems = self._problems_after(one)
         try:
             if self.problems and not self._is_over.is_set():
-                told = _describe_problems(self.problems)
-                warn(f"{self.bucket}: {told}; kept in {self.staging}, and tried again with the next save", stacklevel=2)
+                text = _describe_problems(self.problems)
+                warn(f"{self.bucket}: {text}; kept in {self.staging}, and tried again with the next save", stacklevel=2)
         finally:
             self._settle_rest(asked, one)
 
@@ -384,8 +384,8 @@ class RunUploads:
                 with self.sweeping:
                     aside = set_aside(folder_of(info.store), info.manifest)
                 if aside is not None:
-                    told = f"{info.path}: damaged and not uploaded ({error}); set aside as {aside}, delete it by hand"
-                    warn(told, stacklevel=2)
+                    text = f"{info.path}: damaged and not uploaded ({error}); set aside as {aside}, delete it by hand"
+                    warn(text, stacklevel=2)
                     return True
         return False
 
@@ -435,21 +435,17 @@ def _manifest_in(goal: Place) -> Manifest | None:
 
 def _is_own_save(found: Manifest, manifest: Manifest, terms: UploadTerms) -> bool:
     """Whether the checkpoint `found` in the bucket is of the same run, or of a run that this one resumed from."""
-    return _is_same_save(found, manifest) or (
+    return is_same_copy(found, manifest) or (
         found.run_id is not None and found.run_id in {manifest.run_id, *terms.own_ids}
     )
 
 
 def _is_superseded(found: Manifest, manifest: Manifest, terms: UploadTerms) -> bool:
     """Whether the checkpoint `found` in the bucket is a later save, or this one with or without its training state."""
-    if _is_same_save(found, manifest) or not _is_own_save(found, manifest, terms):
+    if is_same_copy(found, manifest) or not _is_own_save(found, manifest, terms):
         return False
-    if _is_same_save(found, without_state(manifest)) or _is_same_save(without_state(found), manifest):
+    if is_same_copy(found, without_state(manifest)) or is_same_copy(without_state(found), manifest):
         return True
     if found.run_id == manifest.run_id:  # clocks may differ: with equal times the local one wins
         return found.created > manifest.created
     return manifest.run_id != terms.run_id  # left by a run that this one was resumed from
-
-
-def _is_same_save(one: Manifest, other: Manifest) -> bool:
-    return content_identity(one) == content_identity(other)

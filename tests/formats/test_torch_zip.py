@@ -367,7 +367,7 @@ def test_why_pickles_are_not_read_by_torch(tmp_path):
         for name, data in records.items():
             archive.writestr(name, data[:8] if name.endswith("data/0") else data)
     assert fake_load(path)["w"].shape == (10,)  # from 8 bytes
-    with pytest.raises(CorruptError, match="leads out of its storage"):
+    with pytest.raises(CorruptError, match="reaches beyond its storage"):
         torch_file.open_torch_file(raw_file(path))
 
 
