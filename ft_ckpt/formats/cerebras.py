@@ -1,7 +1,7 @@
 """Reads and writes Cerebras checkpoints (HDF5): the object tree and its leaves, formats 0.4 and 0.5.
 
-Nothing in the file is run: the pickled tree of 0.4 and its objects go through `pickles`, and what that does not
-know stays opaque. Links to other files, unfinished files and unknown kinds of leaves are refused.
+Nothing in the file is run: the pickled tree of 0.4 and its objects are decoded by `pickles`, and unknown objects stay
+opaque. Links to other files, unfinished files and unknown kinds of leaves are refused.
 """
 
 import json
@@ -30,7 +30,7 @@ _KEYS = (str, int, bool, float, type(None))
 
 
 class FoundDataset(Protocol):
-    """A dataset as the walk through the file finds it."""
+    """A dataset of an open HDF5 file."""
 
     path: str
     shape: tuple[int, ...] | None
@@ -38,12 +38,12 @@ class FoundDataset(Protocol):
     attributes: Mapping[str, Any]
 
     def read_value(self) -> Any:
-        """All of it, as numpy has it."""
+        """All of it, as a numpy array or scalar."""
 
 
 @dataclass(frozen=True)
 class StoredLeaf:
-    """A leaf: the dataset it is in, or the number it is full of; `dtype` is torch's name, None for numpy arrays."""
+    """A leaf: its dataset, or the value of all its elements; `dtype` is torch's name, None for numpy arrays."""
 
     name: str
     dtype: str | None
@@ -54,7 +54,7 @@ class StoredLeaf:
 
 @dataclass
 class CerebrasReader:
-    """Reads one checkpoint; `attributes` are its root's and `find` gives a dataset by path, or raises CorruptError."""
+    """Reads one checkpoint. `attributes`: of its root; `find`: returns a dataset by path, or raises CorruptError."""
 
     attributes: Mapping[str, Any]
     find: Callable[[str], FoundDataset]
@@ -62,7 +62,7 @@ class CerebrasReader:
     nodes: dict[str, Node] = field(default_factory=dict)
 
     def read_tree(self) -> Node:
-        """The tree; its leaves are in `leaves`. Raises CorruptError for what cannot be read safely or completely."""
+        """The tree; its leaves are in `leaves`. Raises CorruptError if it cannot be read safely and completely."""
         try:
             version = float(self.attributes["__version__"])
             if version == 0.4:
@@ -157,7 +157,7 @@ class CerebrasReader:
     def _read_legacy(self) -> Node:
         spec = unpickle_plain(bytes.fromhex(self.attributes["__spec__"]), _LEGACY_TREE)
         if not isinstance(spec, _LegacySpec):
-            raise CorruptError("the tree of the checkpoint is of no known type")
+            raise CorruptError("the tree of the checkpoint has an unknown type")
         return self._read_node(spec, (), self._legacy_leaf)
 
     def _legacy_leaf(self, name: str) -> Node:
@@ -181,7 +181,7 @@ class CerebrasReader:
 
 
 class _LegacySpec(metaclass=Sealed):
-    """Stands for torch's TreeSpec in the pickled tree of format 0.4."""
+    """Stand-in for torch's TreeSpec in the pickled tree of format 0.4."""
 
     type: Any = None
     context: Any = None
@@ -203,7 +203,7 @@ _LEGACY_TREE: dict[str, Any] = {
 
 def _check_type(value: Any, types: tuple[type, ...]) -> Any:
     if type(value) not in types:
-        raise CorruptError(f"{value!r} found where {' or '.join(kind.__name__ for kind in types)} should be")
+        raise CorruptError(f"{value!r}, expected {' or '.join(kind.__name__ for kind in types)}")
     return value
 
 
@@ -216,25 +216,25 @@ def _unpickle_leaf(name: str, data: bytes) -> Node:
 
 VERSION = 0.5
 INDEX = "__ft_index__"
-GROUP = "__ft__"  # datasets whose names HDF5 would take for paths
+GROUP = "__ft__"  # of datasets whose names HDF5 would parse as paths
 LONGEST_NAME_BYTES = 30_000
 RTFX = {
     "bool": 1, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9, "float16": 10,
     "float32": 11, "float64": 12, "bfloat16": 15,
 }  # fmt: skip
-STORED = {  # torch's type: (type in the file, label), where other readers need another type than ours
+STORED = {  # torch's dtype: (type in the file, label), if HDF5 has no such type
     "bfloat16": ("i2", "bfloat16"),
     "complex32": ("u4", "uint32"),
     **dict.fromkeys(("float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu", "float8_e4m3fnuz"), ("u1", "uint8")),
     **dict.fromkeys(("float8_e5m2fnuz", "float4_e2m1fn_x2"), ("u1", "uint8")),
 }
-NATIVE = {"bfloat16": ("bf16", "float32"), "float8_e5m2": ("e5m2", "float32")}  # shown as numbers by every reader
+NATIVE = {"bfloat16": ("bf16", "float32"), "float8_e5m2": ("e5m2", "float32")}  # types that every reader converts
 _PLAIN = {
     "bool": "bool", "int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8", "uint8": "u1", "uint16": "u2",
     "uint32": "u4", "uint64": "u8", "float16": "f2", "float32": "f4", "float64": "f8", "complex64": "c8",
     "complex128": "c16",
 }  # fmt: skip
-DTYPES = (*_PLAIN, *STORED)  # every type of tensor that can be kept
+DTYPES = (*_PLAIN, *STORED)  # all that can be stored
 _LEAF: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
 _TORCH_TREES = {
     "dict": "builtins.dict", "odict": "collections.OrderedDict", "list": "builtins.list", "tuple": "builtins.tuple",
@@ -246,9 +246,9 @@ _UNSAFE = str.maketrans({"\0": "\u2400", **{chr(code): "\ufffd" for code in rang
 
 @dataclass(frozen=True)
 class Content:
-    """The checkpoint without its tensors' bytes: the root's attributes, a name for each leaf, and the datasets.
+    """The checkpoint without its tensors' bytes: attributes of the root, names of the leaves, datasets.
 
-    The first datasets are those of the leaves, in order, their places not yet known.
+    The first datasets are those of the leaves, in order; their offsets are not yet known.
     """
 
     attributes: Mapping[str, Attribute]
@@ -259,7 +259,7 @@ class Content:
 def describe_checkpoint(
     root: Node, leaves: Sequence[Spec], arrays: Iterable[int] = (), native_floats: bool = False
 ) -> Content:
-    """The content for the object `root`; `leaves` give shape and type by index, those in `arrays` are numpy's.
+    """The content for the object `root`. `leaves`: shape and dtype by index; `arrays`: the indices of numpy arrays.
 
     Raises SelectionError for a name that is too long.
     """
@@ -277,7 +277,7 @@ def describe_checkpoint(
 
 
 def leaf_names(root: Node, count: int) -> list[str]:
-    """The names alone, of `count` leaves, without describing them. Raises as `describe_checkpoint` does."""
+    """The names of the `count` leaves of the object `root`. Raises as `describe_checkpoint` does."""
     names = [""] * count
     for name, node in _walk_object(root)[1].items():
         if node.kind != "value":
@@ -296,7 +296,7 @@ def _walk_object(root: Node) -> tuple[dict[str, Any], dict[str, Node]]:
 
 
 def _leaf_index(node: Node) -> int:
-    """The number of the leaf of a tensor's or array's node."""
+    """The index of the leaf of a node of kind "tensor", "array" or "blob"."""
     index: int = node.value if node.kind == "tensor" else node.value[0]
     return index
 
@@ -356,7 +356,7 @@ def _text_key(node: Node) -> str:
 
 @dataclass
 class _LeafDescriber:
-    """Makes the description of each leaf, and the datasets that it needs."""
+    """Makes the metadata and the dataset of each leaf."""
 
     leaves: Sequence[Spec]
     arrays: frozenset[int]
@@ -417,7 +417,7 @@ class _LeafDescriber:
 
 
 def stored_type(dtype: str, native_floats: bool = False) -> str:
-    """The type in the file of torch's `dtype`."""
+    """The HDF5 type that stores torch's `dtype`."""
     native = NATIVE.get(dtype) if native_floats else None
     return _PLAIN.get(dtype) or (native or STORED[dtype])[0]
 
@@ -428,7 +428,7 @@ def dataset_path(name: str) -> tuple[str, ...]:
 
 
 def _leaf_path(name: str) -> tuple[str, ...]:
-    """The path of a leaf's dataset: its own name, unless HDF5 would read that as a path."""
+    """The path of a leaf's dataset: its name, or an escaped name in GROUP if HDF5 would parse it as a path."""
     if "/" in name or name in ("", ".", "..", INDEX, GROUP):
         return (GROUP, "=" + quote(name, safe=""))
     return (name,)
@@ -440,7 +440,7 @@ def _path_metadata(name: str) -> dict[str, str]:
 
 
 def _as_attributes(known: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Attribute]:
-    """The same facts on the dataset itself, where the format's tools look first."""
+    """The metadata as attributes of the dataset, which the format's tools read first."""
     attributes: dict[str, Attribute] = {}
     for name, value in known.items():
         if name == "shapes":

@@ -1,7 +1,7 @@
 """Reads and writes checkpoints of torch.distributed.checkpoint: a folder with `.metadata` and `.distcp` files.
 
-Source: the classes of `torch.distributed.checkpoint.metadata`. The metadata, a pickle that is read without running
-it, says of every tensor which boxes of it are stored, and where: each box is a small torch archive inside a file.
+Source: the classes of `torch.distributed.checkpoint.metadata`. The metadata, a pickle that is decoded without running
+code, list the stored boxes of every tensor and their locations: each box is a small torch archive inside a file.
 """
 
 import math
@@ -40,7 +40,7 @@ Places = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _StoredBox:
-    """A stored part of a tensor: where it begins in the tensor, its shape, and its place on disk."""
+    """A stored part of a tensor: its offsets in the tensor, its shape, and its location on disk."""
 
     offsets: Places
     sizes: Places
@@ -50,7 +50,7 @@ class _StoredBox:
 
 
 class DcpFile:
-    """The tensors of a distributed checkpoint, each put together from its boxes, a slice at a time."""
+    """The tensors of a distributed checkpoint, assembled from their boxes, a slice at a time."""
 
     def __init__(self, store: Store, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence[_StoredBox]]) -> None:
         self.specs, self.boxes = specs, boxes
@@ -64,7 +64,7 @@ class DcpFile:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Flat elements [start, stop) of tensor `name` in row-major order: 1-D, on the CPU.
 
-        Raises CorruptError when a file has changed or does not hold what the metadata say.
+        Raises CorruptError when a file has changed or does not match the metadata.
         """
         with damaged_input(name):
             return self._read_slice(name, start, stop)
@@ -72,7 +72,7 @@ class DcpFile:
     def _read_slice(self, name: str, start: int, stop: int | None) -> Tensor:
         spec = self.specs[name]
         stop = spec.numel if stop is None else stop
-        for box in self.boxes[name]:  # before memory is asked for on the metadata's word
+        for box in self.boxes[name]:  # before memory is allocated by the size in the metadata
             self.known[box] = self.known.get(box) or self._open_box(box, spec)
         data = torch.empty(stop - start, dtype=getattr(torch, spec.dtype))
         filled = 0
@@ -88,14 +88,14 @@ class DcpFile:
             file.close()
 
     def _copy_from_box(self, target: Tensor, origin: Places, box: _StoredBox, spec: Spec) -> None:
-        """Copy what `box` has of the part of the tensor at `origin` that `target` stands for."""
+        """Copy the intersection of `box` and `target`, which is the part of the tensor at `origin`."""
         low = [max(a, b) for a, b in zip(origin, box.offsets, strict=True)]
         ends = zip(origin, target.shape, box.offsets, box.sizes, strict=True)
         high = [min(a + size, b + length) for a, size, b, length in ends]
         shape = [b - a for a, b in zip(low, high, strict=True)]
         if any(size <= 0 for size in shape):
             return
-        # What _cut gives is a run in every box too: single indices, then a range, then whole dimensions.
+        # A part from `_cut_range` is contiguous in every box: single indices, then a range, then whole dimensions.
         first = 0
         for size, a, b in zip(box.sizes, low, box.offsets, strict=True):
             first = first * size + a - b
@@ -123,7 +123,7 @@ class DcpFile:
 def open_dcp(place: Place) -> DcpFile:
     """The tensors of the checkpoint folder `place`; nothing in it is run.
 
-    What is no tensor is named in `skipped`. Raises LoadError naming what the metadata refer to beyond tensors and
+    Other values are listed in `skipped`. Raises LoadError naming globals in the metadata that are neither tensors nor
     plain data; CorruptError when boxes are missing or do not fill their tensor.
     """
     store, source = place.folder, place.last_step
@@ -201,7 +201,7 @@ def _check_boxes(place: Place, specs: Mapping[str, Spec], boxes: Mapping[str, Se
     for name, spec in specs.items():
         for box in boxes[name]:
             if (box.path, box.start) in owners:
-                wrong.append(f"{owners[box.path, box.start]}, {name}: stored at one place")
+                wrong.append(f"{owners[box.path, box.start]}, {name}: stored at the same location")
             owners[box.path, box.start] = name
         if spec.dtype not in ITEM_BYTES:
             raise LoadError(f"{name}: {spec.dtype}, which is no plain dtype; convert it before saving")
@@ -214,7 +214,7 @@ def _check_boxes(place: Place, specs: Mapping[str, Spec], boxes: Mapping[str, Se
 
 
 def _boxes_overlap(boxes: Sequence[_StoredBox]) -> bool:
-    """True when two boxes share an element: then the others leave a gap, though the numbers of elements agree."""
+    """Whether two boxes share an element: the boxes then leave a gap, although the number of elements is right."""
     ordered = sorted((box for box in boxes if 0 not in box.sizes), key=lambda box: box.offsets)
     for index, one in enumerate(ordered):
         for other in ordered[index + 1 :]:
@@ -227,7 +227,7 @@ def _boxes_overlap(boxes: Sequence[_StoredBox]) -> bool:
 
 
 def _cut_range(start: int, stop: int, shape: Places) -> Iterator[tuple[Places, Places]]:
-    """Flat elements [start, stop) of `shape` as boxes (origin, extent), in order: few, and each a run of elements."""
+    """Flat elements [start, stop) of `shape` as a few boxes (origin, extent), in order, each contiguous."""
     if not shape:
         yield (), ()
         return
@@ -253,7 +253,7 @@ def _cut_within_row(index: int, start: int, stop: int, shape: Places) -> Iterato
 
 
 def check_dcp_types(specs: Iterable[Spec]) -> None:
-    """Raise SelectionError naming tensors of types that torch has not."""
+    """Raise SelectionError naming tensors of dtypes that torch does not have."""
     foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in ITEM_BYTES]
     if foreign:
         raise SelectionError(f"{listing(foreign, ', ')}: torch has no such type; convert it first")
@@ -262,7 +262,7 @@ def check_dcp_types(specs: Iterable[Spec]) -> None:
 def write_dcp(folder: Path, specs: Sequence[Spec], read: Callable[[str, int, int], Tensor]) -> None:
     """Write `specs` as a checkpoint of one rank; `read(name, start, stop)` gives the flat elements of a tensor.
 
-    One tensor is held at a time. Raises SelectionError as `check_dcp_types` does.
+    One tensor is in memory at a time. Raises SelectionError as `check_dcp_types` does.
     """
     from torch.distributed import checkpoint
 
@@ -272,21 +272,21 @@ def write_dcp(folder: Path, specs: Sequence[Spec], read: Callable[[str, int, int
     class Planner(checkpoint.DefaultSavePlanner):  # type: ignore[misc]  # its base is not seen by the type checker
         def resolve_data(self, item: Any) -> Tensor:
             while held:
-                held.pop().untyped_storage().resize_(0)  # torch.save leaves it in a cycle, for the collector to find
+                held.pop().untyped_storage().resize_(0)  # torch.save leaves it in a reference cycle
             held.append(_read_in_steps(self.state_dict[item.index.fqn], item.index.fqn, read))
             return held[0]
 
     stands = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs}
     writer = checkpoint.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is as it should be here
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
         with _raised_as_ours(folder):
             checkpoint.save(stands, storage_writer=writer, planner=Planner(), no_dist=True)
 
 
 @contextmanager
 def _raised_as_ours(folder: Path) -> Iterator[None]:
-    """torch wraps what fails in a BaseException of its own, which `except Exception` lets pass."""
+    """Convert torch's CheckpointException, a BaseException that wraps the cause, into our errors."""
     from torch.distributed.checkpoint import CheckpointException
 
     try:

@@ -1,8 +1,8 @@
-"""DeepSpeed checkpoints: the weights put together from the ranks' files, without DeepSpeed and without running them.
+"""DeepSpeed checkpoints: assembles the weights from the files of all ranks, without DeepSpeed and without running code.
 
-Source: the files of a ZeRO-1, -2 and -3 `save_checkpoint`. Under 1 and 2 each rank has a piece of one long vector for
-each group of parameters; under 3 it has a piece of every parameter. Those are the float32 weights that are trained;
-frozen ones and buffers are in the files of the model states, as they were, and tied ones are there by name only.
+Source: the files of `save_checkpoint` under ZeRO-1, -2 and -3. Under 1 and 2 each rank has a part of one flat vector
+for each parameter group; under 3 it has a part of every parameter. These are the trained float32 weights. Frozen
+weights and buffers are in the files of the model states in their own dtype; tied weights are listed there by name only.
 """
 
 import math
@@ -38,14 +38,13 @@ class _FoundTensors:
         self.specs[name], self.spans[name] = Spec(name, shape, dtype), list(spans)
 
     def add_whole(self, name: str, stored: TensorPlace) -> None:
-        """A tensor that one file has whole."""
         if not stored.is_row_major:
             raise LoadError(f"{name}: stored with the strides {stored.stride}; save the checkpoint from plain tensors")
         self.add_tensor(name, stored.shape, stored.dtype, [stored.span])
 
 
 def deepspeed_folder(place: Place) -> Place | None:
-    """The folder with the ranks' files: `place`, or the one in it that its `latest` names; None when there is none."""
+    """The folder with the ranks' files: `place`, or the one named by the file `latest` in it; None if there is none."""
     store, choices = place.folder, [place]
     if store.stat(_LATEST) is not None:
         check_files_inside(store, [_LATEST])
@@ -64,9 +63,9 @@ def _file_names(place: Place) -> list[str]:
 def open_deepspeed(place: Place) -> SpanFile:
     """The weights of the DeepSpeed checkpoint `place` (its folder, or the one that holds `latest`).
 
-    Trained weights come in float32, the others as they were saved; names that shared a parameter are ties. Raises
-    LoadError for model parallelism and experts, and for anything beyond tensors and plain data; CorruptError when
-    files are missing or do not add up.
+    Trained weights are float32, others have their saved dtype; names that shared a parameter are ties. Raises LoadError
+    for model parallelism and experts, and for anything but tensors and plain data; CorruptError when files are missing
+    or inconsistent.
     """
     found = deepspeed_folder(place)
     if found is None:
@@ -97,7 +96,7 @@ def _open_rank_files(store: Store, source: str, names: Sequence[str]) -> SpanFil
 def _load_states(store: Store, name: str) -> Any:
     file = RawFile(store.open(name))
     (written_as,) = {record.partition("/")[0] for record in ZipRecords(file).records}
-    if written_as.endswith((_MODEL[:-3], _OPTIMIZER[:-3])) and f"{written_as}.pt" != name:  # torch notes the name
+    if written_as.endswith((_MODEL[:-3], _OPTIMIZER[:-3])) and f"{written_as}.pt" != name:  # torch stores the name
         raise CorruptError(f"{name}: was written as {written_as}.pt; use the files of each rank under their names")
     found = load_torch_zip(file)
     if not isinstance(found, dict):
@@ -123,7 +122,7 @@ def _optimizer_files(names: Sequence[str], source: str) -> list[str]:
 
 
 def _add_weights(found: _FoundTensors, models: Sequence[Any], optimizers: Sequence[Any], source: str) -> None:
-    """Trained and frozen parameters."""
+    """Add trained and frozen parameters."""
     stage, count = optimizers[0]["zero_stage"], optimizers[0]["partition_count"]
     stage = int(stage.args[0] if isinstance(stage, Passive) else stage)
     count = max(count) if isinstance(count, list) else count
@@ -201,7 +200,7 @@ def _cut_spans(parts: Sequence[TensorPlace], start: int, stop: int) -> Iterator[
 
 
 def _add_rest(found: _FoundTensors, model: Mapping[str, Any], module: Mapping[str, TensorPlace], source: str) -> None:
-    """Add what the optimizers' files lack: buffers, tied names, and all else that the model's state has whole."""
+    """Add the tensors that are not in the optimizers' files: buffers, tied names, and untrained parameters."""
     for name, kept in (model.get("shared_params") or {}).items():
         one, other = (name, kept) if kept in found.specs else (kept, name)
         if other in found.specs and one not in found.specs:
@@ -214,7 +213,7 @@ def _add_rest(found: _FoundTensors, model: Mapping[str, Any], module: Mapping[st
         if stored in places and 0 not in stored.shape:
             found.ties[name] = places[stored]
         elif 0 in stored.shape and name not in (model.get("buffer_names") or ()):
-            lost.append(name)  # under ZeRO-3 a parameter's place in the model's state is empty
+            lost.append(name)  # under ZeRO-3 the parameters in the model's state are empty
         else:
             found.add_whole(name, stored)
             places[stored] = name

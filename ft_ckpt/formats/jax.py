@@ -1,7 +1,7 @@
 """Reads checkpoints of JAX libraries: orbax folders (zarr arrays, OCDBT stores) and flax msgpack files.
 
-The tree is in the metadata; the arrays are read by tensorstore, a few rows at a time, and only from files below the
-folder. Names are the keys joined by dots, as orbax itself names its arrays. Nothing of it is run.
+The tree is in the metadata; arrays are read by tensorstore, a few rows at a time, and only from files below the folder.
+Names are keys joined by dots, as orbax names its arrays. Nothing is executed.
 """
 
 import json
@@ -39,7 +39,7 @@ def load_tensorstore() -> Any:
 
 
 class OrbaxFile:
-    """The arrays of a checkpoint, rows of them read by tensorstore."""
+    """The arrays of a checkpoint, read by tensorstore in ranges of rows."""
 
     def __init__(self, source: str, arrays: Mapping[str, Any], skipped: list[str]) -> None:
         self.source, self.skipped, self.room = source, skipped, ExitStack()
@@ -56,7 +56,7 @@ class OrbaxFile:
             self.specs[name], self.arrays[name] = spec, array
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU. Raises CorruptError for what is damaged."""
+        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU. Raises CorruptError for a damaged array."""
         spec = self.specs[name]
         stop, dtype = spec.numel if stop is None else stop, getattr(torch, spec.dtype)
         if stop <= start:
@@ -71,20 +71,19 @@ class OrbaxFile:
         return torch.from_numpy(found.view(np.uint8).copy()).view(dtype)[start - first * row : stop - first * row]
 
     def close(self) -> None:
-        """Drop what is open of the arrays."""
         self.arrays = {}
         self.room.close()
 
 
 def orbax_folder(place: Place) -> Place | None:
-    """The folder of the tree: `place`, or the one in it where a step has one item; None when there is none."""
+    """The folder with the tree: `place`, or the only one in it (a step with one item); None if there is none."""
     inner = [Place(place.folder, each.name) for each in place.folder.list_folder().folders]
     found = [one for one in (place, *inner) if one.folder.stat(_METADATA) is not None]
     return found[0] if found[:1] == [place] or len(found) == 1 else None
 
 
 def open_orbax(place: Place) -> OrbaxFile:
-    """The arrays of the checkpoint folder `place`; what is no array is named in `skipped`.
+    """The arrays of the checkpoint folder `place`; other values are listed in `skipped`.
 
     Raises ConfigError where tensorstore is not installed, CorruptError when the checkpoint is damaged.
     """
@@ -93,9 +92,9 @@ def open_orbax(place: Place) -> OrbaxFile:
         document = json.loads(read_text(store, _METADATA))
         values, skipped = _tree_values(document)
         check_files_inside(store)
-        folder = opening.enter_context(local_folder(place))  # tensorstore takes no other bytes
+        folder = opening.enter_context(local_folder(place))  # tensorstore needs a path
         driver, in_store = "zarr3" if document.get("use_zarr3") else "zarr", store.stat(_STORE) is not None
-        has_all = bool(document.get("store_array_data_equal_to_fill_value"))  # else chunks of zeros were left out
+        has_all = bool(document.get("store_array_data_equal_to_fill_value"))  # else chunks of zeros are not stored
         common = {"driver": driver, "fill_missing_data_reads": not has_all}
         coming = {
             name: tensorstore.open({**common, "kvstore": _array_place(folder, name, in_store)}, read=True)
@@ -117,16 +116,16 @@ def _tree_values(document: Any) -> tuple[dict[str, Any], list[str]]:
         if kind not in _ARRAYS:
             skipped.append(f"{name}: {kind}")
         elif not is_inside(name):
-            raise CorruptError(f"{name!r:.200}: an array that would lie out of the folder")
+            raise CorruptError(f"{name!r:.200}: an array outside of the folder")
         else:
             arrays[name] = entry["value_metadata"].get("write_shape")
     return arrays, skipped
 
 
 def _check_chunks(arrays: Mapping[str, Any], written: Mapping[str, Any], has_all: bool) -> list[str]:
-    """A line for each array without some of its chunks, which read as zeros.
+    """A line for each array with missing chunks, which are read as zeros.
 
-    Raises CorruptError listing arrays whose chunks are not those of their shape; with `has_all`, where any is missing.
+    Raises CorruptError listing arrays whose chunks do not match their shape; with `has_all`, also for missing chunks.
     """
     listed = {name: array.kvstore.list() for name, array in arrays.items()}
     wrong, left_out = [], []
@@ -154,8 +153,8 @@ def _array_place(folder: Path, name: str, in_store: bool) -> dict[str, Any]:
 
 
 _AHEAD_BYTES = 64 << 10
-_MOST_TEXT_BYTES = 1 << 20  # of a name or another value that is no array
-_MOST_VALUES = 1 << 20  # of arrays and of all else
+_MOST_TEXT_BYTES = 1 << 20  # of a key or another value that is not an array
+_MOST_VALUES = 1 << 20  # in a file, arrays included
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
 _PIECES = "__msgpack_chunked_array__"
 _NUMBERS = {  # by the first byte, big-endian
@@ -163,16 +162,16 @@ _NUMBERS = {  # by the first byte, big-endian
     0xD3: ">q",
 }  # fmt: skip
 _PLAIN = {0xC0: None, 0xC2: False, 0xC3: True}
-_SIZED = {  # by the first byte: what it is, and the bytes of its size
+_SIZED = {  # by the first byte: kind of the value, and the number of bytes of its size
     0xC4: ("bytes", 1), 0xC5: ("bytes", 2), 0xC6: ("bytes", 4), 0xD9: ("text", 1), 0xDA: ("text", 2),
     0xDB: ("text", 4), 0xDC: ("list", 2), 0xDD: ("list", 4), 0xDE: ("dict", 2), 0xDF: ("dict", 4),
     0xC7: ("extension", 1), 0xC8: ("extension", 2), 0xC9: ("extension", 4),
 }  # fmt: skip
-_FIXED = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}  # extensions of so many bytes
+_FIXED = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}  # by the first byte: size of an extension
 
 
 def is_flax(file: RawFile) -> bool:
-    """True when an open file begins with a dict of MessagePack whose first key is a text."""
+    """True when an open file begins with a MessagePack map whose first key is a string."""
     head = bytes(file.bytes(0, min(16, file.size_bytes)))
     skip = {0xDE: 3, 0xDF: 5}.get(head[0], 1) if head else 0
     is_dict = bool(head) and (0x81 <= head[0] <= 0x8F or head[0] in (0xDE, 0xDF))
@@ -181,9 +180,9 @@ def is_flax(file: RawFile) -> bool:
 
 
 def open_flax(raw: RawFile, verify: bool = False) -> IndexedFile:
-    """The arrays of a file, named by their keys joined with slashes, and the tree that they are in.
+    """The arrays of a file, named by their keys joined with slashes, and their tree.
 
-    Raises CorruptError when it is damaged, or holds more than arrays and plain values.
+    Raises CorruptError when the file is damaged, or contains anything but arrays and plain values.
     """
     with damaged_input(f"{raw.name}: MessagePack of flax"):
         walk = _ArrayWalk(raw)
@@ -196,7 +195,7 @@ def open_flax(raw: RawFile, verify: bool = False) -> IndexedFile:
 
 
 class _ArrayWalk:
-    """One way through a file: the tree, and where the arrays in it lie."""
+    """Parses a file: its tree, and the offsets of its arrays, whose bytes are skipped."""
 
     def __init__(self, raw: RawFile) -> None:
         self.raw, self.at, self.count = raw, 0, 0
@@ -205,7 +204,7 @@ class _ArrayWalk:
         self.ahead, self.begin = b"", 0
 
     def take(self, count: int) -> bytes:
-        """The next bytes. Raises CorruptError when there are not so many."""
+        """The next `count` bytes. Raises CorruptError at the end of the file."""
         if self.at < self.begin or self.at + count > self.begin + len(self.ahead):
             left = max(0, self.raw.size_bytes - self.at)
             self.begin, self.ahead = self.at, bytes(self.raw.bytes(self.at, min(left, max(count, _AHEAD_BYTES))))
@@ -216,7 +215,7 @@ class _ArrayWalk:
         return found
 
     def read_node(self, name: str, depth: int) -> Node:
-        """The value here, with all that is in it."""
+        """The next value, with everything in it."""
         self.count += 1
         if depth > MOST_LEVELS or self.count > _MOST_VALUES:
             raise CorruptError(f"over {MOST_LEVELS} levels deep, or over {_MOST_VALUES:,} values")
@@ -229,7 +228,7 @@ class _ArrayWalk:
         return self._read_extension(name, size) if kind == "extension" else Node("value", self._read_plain(kind, size))
 
     def _read_head(self) -> tuple[str, Any]:
-        """What comes here, and its size; of a number, and of what has none, its value."""
+        """The kind of the next value and its size; for numbers, booleans and None its value instead."""
         (first,) = self.take(1)
         for low, high, kind in ((0x80, 0x8F, "dict"), (0x90, 0x9F, "list"), (0xA0, 0xBF, "text")):
             if low <= first <= high:
@@ -246,7 +245,7 @@ class _ArrayWalk:
             raise CorruptError(f"byte {first:#x} at {self.at - 1}, which begins no value")
         kind, width = _SIZED[first]
         size = int.from_bytes(self.take(width), "big")
-        if size > self.raw.size_bytes - self.at:  # each thing in it takes a byte at least
+        if size > self.raw.size_bytes - self.at:  # each element takes at least one byte
             raise CorruptError(f"a {kind} of {size:,} at byte {self.at}, the file has {self.raw.size_bytes:,}")
         return kind, size
 
@@ -318,7 +317,7 @@ class _ArrayWalk:
         self.rows[name or "array"] = [dtype, shape, start, "", len(self.rows)]
 
     def _join_pieces(self, name: str, whole: Mapping[Any, Node], parts: list[str]) -> Node:
-        """The array whose pieces were just read, one after the other."""
+        """The array whose pieces were just read."""
         sizes = {int(key.value): child.value for key, child in _items(whole["shape"])}
         shape = checked_sizes([sizes[place] for place in range(len(sizes))])
         order = {int(key.value): child for key, child in _items(whole["chunks"])}
@@ -336,5 +335,5 @@ class _ArrayWalk:
 
 def _items(node: Node) -> list[tuple[Node, Node]]:
     if node.kind != "dict":
-        raise CorruptError("a list of pieces that is none")
+        raise CorruptError("an invalid list of pieces")
     return list(zip(node.keys, node.children, strict=True))

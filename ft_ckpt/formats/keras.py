@@ -1,8 +1,8 @@
 """Reads models of Keras: its HDF5 files (whole models and weights alone, of Keras 2 and 3) and `.keras` archives.
 
 Tensors have the names that their layers have in the model: `encoder/dense/kernel` where the file knows variables by
-name, as whole models do, and `encoder/dense/0` where it numbers them, as `.weights.h5` does. What belongs to an
-optimizer is left out by name. Nothing is built and nothing is run: a config is text, which goes along as metadata.
+name, as whole models do, and `encoder/dense/0` where it numbers them, as `.weights.h5` does. Tensors of optimizers are
+left out by name. Nothing is built or executed: a config is text, which is kept as metadata.
 """
 
 import json
@@ -30,20 +30,20 @@ _MOST_CONFIG_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class _Naming:
-    """What the tensors of a file are called: places in the file by name; and the metadata of the model."""
+    """Paths in the file by name of the tensor, and the metadata of the model."""
 
     places: Mapping[str, str]
     metadata: Mapping[str, str]
 
 
 def is_keras_archive(file: RawFile) -> bool:
-    """True when the file is a zip file whose first record is one of those that Keras writes first."""
+    """True when the file is a zip file that begins with a record of Keras."""
     head = bytes(file.bytes(0, min(64, file.size_bytes)))
     return head.startswith(ZIP_MAGIC) and head[30:].startswith((_FACTS.encode(), _CONFIG.encode(), _INNER.encode()))
 
 
 def open_hdf5_tensors(raw: RawFile) -> TreeFile:
-    """The tensors of an HDF5 file: those of a model of Keras under its names, any others as they are in the file.
+    """The tensors of an HDF5 file: a Keras model's under its names, others under their paths.
 
     Raises CorruptError when the file is damaged or the tensors that it lists are not in it.
     """
@@ -56,7 +56,7 @@ def open_hdf5_tensors(raw: RawFile) -> TreeFile:
 
 
 def open_keras_archive(raw: RawFile, verify: bool = False) -> IndexedFile:
-    """The tensors in a `.keras` archive, whose HDF5 file is read where it lies.
+    """The tensors in a `.keras` archive, whose HDF5 file is read in place.
 
     Raises LoadError for an archive with weights of another kind, CorruptError when it is damaged.
     """
@@ -92,7 +92,7 @@ def _read_archive_document(archive: ZipRecords, name: str) -> dict[str, Any]:
 
 
 def _model_naming(file: IndexedFile) -> _Naming | None:
-    """The names that variables have in the model, where the file lists them."""
+    """The names of variables in the model; None if the file does not list them."""
     root = file.library
     place = f"{_MODEL}/" if isinstance(root.get(_MODEL), h5py.Group) else ""
     layers = root[_MODEL] if place else root
@@ -114,9 +114,9 @@ def _weight_name(layer: str, weight: str) -> str:
 
 
 def _numbered_naming(file: IndexedFile, known: Mapping[str, str]) -> _Naming | None:
-    """Names of a file that numbers the variables of each layer; None where it is no such file.
+    """Names for a file that numbers the variables of each layer; None for any other file.
 
-    A layer is called as its group says, or else as `known` says, or else as the group itself.
+    The name of a layer is from an attribute of its group, or else from `known`, or else the name of the group.
     """
     places = [name for name in file.index.names if name.partition("/")[0] not in _OPTIMIZER]
     if not places or any(_VARIABLES not in place.split("/")[-2:-1] for place in file.index.names):
@@ -171,12 +171,12 @@ def _unique_names(pairs: list[tuple[str, str]]) -> dict[str, str]:
     if len(found) < len(pairs):
         found = {place: place for _, place in pairs}
     if len(found) < len(pairs):
-        raise CorruptError("a list of weights with one of them twice")
+        raise CorruptError("a weight is listed twice")
     return found
 
 
 def _attribute_texts(group: Any, key: str) -> Iterator[str]:
-    """A list of texts in the attributes of a group, which Keras cuts into several where it is long."""
+    """A list of strings in the attributes of a group; Keras splits long lists into several attributes."""
     parts = [key] if key in group.attrs else []
     while f"{key}{len(parts)}" in group.attrs and parts[:1] != [key]:
         parts.append(f"{key}{len(parts)}")
@@ -192,7 +192,7 @@ def _attribute_text(value: Any) -> str:
 
 
 def _named_file(file: IndexedFile, naming: _Naming) -> IndexedFile:
-    """`file` with its tensors under the names of `naming`. Raises CorruptError naming those that it has not."""
+    """`file` with its tensors under the names of `naming`. Raises CorruptError naming those that are missing."""
     rows: dict[str, Any] = {}
     readers, skipped = {}, []
     lost = [place for place in naming.places.values() if place not in file.index.rows]
@@ -209,7 +209,7 @@ def _named_file(file: IndexedFile, naming: _Naming) -> IndexedFile:
             readers[name] = file.readers[place]
     metadata = {
         key: value for key, value in naming.metadata.items() if value not in rows
-    }  # nothing that reads as a tie
+    }  # a value equal to a tensor's name would be read as a tie
     found = IndexedFile(file.raw, TensorIndex(rows, None, metadata, file.index.data_start), file.verify)
     found.readers, found.library = readers, file.library
     found.skipped = (*skipped, *_describe_others(file, naming))

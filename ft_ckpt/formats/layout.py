@@ -1,6 +1,6 @@
-"""The types that all tensor formats share: a file's layout, a tensor's description, an open file.
+"""Types of all tensor formats: the layout of a file, the description of a tensor, an open file.
 
-A format answers with a `Layout` before the first tensor byte is there; writing is the same for all of them.
+A format returns a `Layout` before the first tensor byte is available; the writer is the same for all formats.
 """
 
 import math
@@ -41,10 +41,10 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """A file before it is written: its header, the tensors in file order with their places, and its trailer.
+    """A file before it is written: its header, the tensors in file order with their offsets, and its trailer.
 
-    Bytes between them are zero. The trailer is made when the digests of the tensors (16 bytes of xxh3-128 by name)
-    are known, and its size is known before.
+    Bytes between tensors are zero. The trailer is made from the digests of the tensors (16 bytes of xxh3-128 by name);
+    its size is known before.
     """
 
     header: bytes
@@ -56,25 +56,25 @@ class Layout:
 
 
 def checked_sizes(given: Any) -> tuple[int, ...]:
-    """A shape, or other sizes and places, read from a file. Raises CorruptError unless all are integers from 0 on."""
+    """A shape, or other sizes and offsets, read from a file. Raises CorruptError unless all are integers from 0 on."""
     found = tuple(given)
     if any(type(one) is not int or not 0 <= one < 1 << 62 for one in found):
-        raise CorruptError("sizes or places that are none")
+        raise CorruptError("invalid sizes or offsets")
     return found
 
 
 class TensorFile(Protocol):
-    """An open file of tensors, each read when it is asked for. Every format's files are opened as one."""
+    """An open file of tensors, of any format. Tensors are read on request."""
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """The tensors by name, in file order; none is read for this."""
+        """The tensors by name, in file order, without reading them."""
         ...
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> "torch.Tensor":
         """Flat elements [start, stop) of the tensor in row-major order: 1-D, on the CPU; only their bytes are read.
 
-        What is written to the result never reaches the file.
+        Writes to the result never reach the file.
         """
         ...
 
@@ -85,11 +85,11 @@ class TensorFile(Protocol):
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One stored tensor: its place in a file, shape and type."""
+    """One stored tensor: its location in a file, shape and dtype."""
 
     name: str  # as stored in the file
     shape: tuple[int, ...]
     dtype: str  # torch's name without "torch.", e.g. "bfloat16"
     file: str  # path of a FileRecord
-    start: int  # first byte in the file, inclusive; with `end` 0 when it is compressed, in chunks all over it
+    start: int  # first byte in the file, inclusive; `start` and `end` are 0 for a compressed tensor
     end: int  # last byte in the file, exclusive

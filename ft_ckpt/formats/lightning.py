@@ -1,8 +1,8 @@
 """Reads checkpoints of Lightning (`.ckpt`): the weights of a module beside the state of its training, saved by torch.
 
-The tensors of such a file are those of its `state_dict`, under the names they have there. The settings beside them
-(`hyper_parameters`) may be objects of any class: none is imported, each becomes a `SkippedValue` in its place. Among
-the weights a class that is not known is refused, as in any file of torch.
+The tensors are those of its `state_dict`, under their names there. Other values (`hyper_parameters`) may be objects of
+any class: no class is imported, each object becomes a `SkippedValue`. Unknown classes among the weights are refused, as
+in any file of torch.
 """
 
 from collections import OrderedDict
@@ -31,19 +31,19 @@ from ft_ckpt.formats.torch_file import (
     strided_tensor,
 )
 
-_VERSION = "pytorch-lightning_version"  # the key by which Lightning itself knows its files
+_VERSION = "pytorch-lightning_version"  # the key by which Lightning recognises its files
 _WEIGHTS = "state_dict"
-_SHARDED_WEIGHTS = (_WEIGHTS, "model")  # under which its strategies store them: model parallelism, FSDP
-META = "meta.pt"  # beside sharded weights: what is no shard
+_SHARDED_WEIGHTS = (_WEIGHTS, "model")  # keys of the weights under model parallelism and FSDP
+META = "meta.pt"  # beside sharded weights: all other values
 _HEAD_BYTES = 64 << 10  # the version is one of the first keys of the first record
 
 
 @dataclass(frozen=True)
 class SkippedValue:
-    """An object in a checkpoint of Lightning that was not made, since its class is not known here."""
+    """An object of an unknown class in a checkpoint of Lightning; it is not created."""
 
-    name: str  # its place: keys joined by dots
-    kind: str  # its class, with the module
+    name: str  # its path: keys joined by dots
+    kind: str  # full name of its class
 
 
 def is_lightning(file: RawFile) -> bool:
@@ -55,8 +55,8 @@ def is_lightning(file: RawFile) -> bool:
 def open_lightning(file: RawFile) -> TorchFile:
     """The tensors of the `state_dict` in a checkpoint of Lightning, under its names; nothing in it is run.
 
-    What is beside it is summed up in `skipped`, with a line for each object of an unknown class. Raises LoadError
-    for weights of classes that are not known; CorruptError when the file is damaged.
+    `skipped` summarises the other values, with a line for each object of an unknown class. Raises LoadError for weights
+    of unknown classes; CorruptError when the file is damaged.
     """
     contents = _lightning_contents(file)
     tensors, skipped = split_tensors(contents[_WEIGHTS], file.name)
@@ -64,7 +64,7 @@ def open_lightning(file: RawFile) -> TorchFile:
 
 
 def load_lightning(raw: RawFile, map_location: Any, mapped: bool, verify: bool) -> Any:
-    """The object in an open file, its tensors on `map_location`; mapped from the file, if `mapped` and None.
+    """The object in an open file, its tensors on `map_location`; if that is None and `mapped`, mapped from the file.
 
     `verify` compares checksums. Objects of unknown classes are `SkippedValue`. Raises as `open_lightning` does.
     """
@@ -72,7 +72,7 @@ def load_lightning(raw: RawFile, map_location: Any, mapped: bool, verify: bool) 
         check_sums(raw)
     file = RawFile(raw.file, mapped and map_location is None)
     contents = _lightning_contents(file)
-    split_tensors(contents[_WEIGHTS], file.name)  # which refuses tensors that cannot be made
+    split_tensors(contents[_WEIGHTS], file.name)  # refuses tensors that cannot be created
     return _ValueMaker(file, map_location).make(contents, "")
 
 
@@ -99,7 +99,7 @@ _RULES = PickleRules(find_plain_value, _admit_settings)
 
 
 def _describe_rest(contents: Mapping[str, Any]) -> list[str]:
-    """A line for each object of an unknown class beside the weights, then one for each key with what it has."""
+    """A line for each object of an unknown class beside the weights, then a summary of each key."""
     classes, sums = [], []
     for key in (key for key in contents if key != _WEIGHTS):
         leaves = list(named_leaves({key: contents[key]}))
@@ -115,7 +115,7 @@ def _describe_rest(contents: Mapping[str, Any]) -> list[str]:
 def module_weights(folder: TensorFile) -> RenamedFile:
     """The weights in a sharded checkpoint, a folder of torch.distributed.checkpoint with `META` in it.
 
-    Their names are those of the module. Raises LoadError where none of `folder` is known as such.
+    Their names are those of the module. Raises LoadError if there are no weights.
     """
     names: dict[str, str] = {}
     others: dict[str, int] = {}
@@ -126,26 +126,28 @@ def module_weights(folder: TensorFile) -> RenamedFile:
         else:
             others[key] = others.get(key, 0) + 1
     if not names:
-        raise LoadError(f"{META}: beside no weights of Lightning, expected tensors {' or '.join(_SHARDED_WEIGHTS)}.*")
+        raise LoadError(
+            f"{META}: no weights of Lightning beside it, expected {' or '.join(_SHARDED_WEIGHTS)}.* tensors"
+        )
     skipped = [f"{key}: {count} tensors" for key, count in others.items()]
     return RenamedFile(folder, names, [*skipped, *getattr(folder, "skipped", ()), f"{META}: the state of the training"])
 
 
 def _is_opaque(leaf: Any) -> bool:
-    """Whether a leaf stands for an object, a class, a function, or a tensor that cannot be read as bytes."""
+    """Whether a leaf is a stand-in for an object, class, function, or a tensor that cannot be read as bytes."""
     is_class = isinstance(leaf, type) and issubclass(leaf, Passive)
     return is_class or isinstance(leaf, (Passive, Call, UnreadableTensor))
 
 
 class _ValueMaker:
-    """Makes the values that were described: tensors of one place are one tensor."""
+    """Creates values from their descriptions: equal places become one tensor."""
 
     def __init__(self, file: RawFile, map_location: Any) -> None:
         self.file, self.device = file, None if map_location is None else torch.device(map_location)
         self.tensors: dict[TensorPlace, torch.Tensor] = {}
 
     def make(self, value: Any, name: str) -> Any:
-        """The value described by `value`, which is at `name`."""
+        """The value described by `value`, at the path `name`."""
         if isinstance(value, TensorPlace):
             return self._make_tensor(value, name)
         if _is_opaque(value):

@@ -1,10 +1,9 @@
 """Decodes pickles of other programs with an allow-list of classes and a cost limit; runs no code.
 
-One interpreter for all of them, Python's own without the instructions that no checkpoint needs. Whatever name a pickle
-refers to is looked up in a table of its reader, and what stands there is ours: plain containers, functions that make
-values, stand-ins that note what they were given. Nothing is imported. What an instruction may copy or hash is paid
-from an allowance that grows with the pickle, since a few hundred bytes can describe 2**40 places. `torch_file` has
-the table of torch's files.
+The interpreter is Python's own without the opcodes that checkpoints do not need. Each global is looked up in a table of
+the reader, which contains plain containers, functions that make values, and stand-ins that record their arguments.
+Nothing is imported. Copying and hashing are charged to an allowance that grows with the size of the pickle, because a
+few hundred bytes can describe 2**40 elements. `torch_file` has the table of torch's files.
 """
 
 import io
@@ -22,24 +21,24 @@ from ft_ckpt.formats.pytree import MOST_LEVELS
 
 MOST_BYTES = 64 << 20  # of one object
 _FORBIDDEN = frozenset(b"io\x82\x83\x84\x96\x97\x98")  # INST, OBJ, EXT1, 2 and 4, BYTEARRAY8, buffers: in no such file
-_ALLOWED, _ALLOWED_PER_BYTE = 1 << 20, 64  # places that a pickle may copy, hash or describe
+_ALLOWED, _ALLOWED_PER_BYTE = 1 << 20, 64  # elements that a pickle may copy, hash or describe
 _CONTAINERS, _SIZED = (dict, list, tuple), frozenset((dict, list, tuple, OrderedDict, defaultdict, set, frozenset))
 _ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # of Python 2, which old protocols write
 
-Find = Callable[[str], Any]  # what stands for a name in full; None where the table does not have it
+Find = Callable[[str], Any]  # the stand-in for a full name; None if the table does not have it
 
 
 class Sealed(type):
-    """The kind of classes that no pickle can change."""
+    """Metaclass of classes that no pickle can modify."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise CorruptError(f"a pickle may not change {cls.__name__}.{name}")
 
 
 class Passive(metaclass=Sealed):
-    """Stand-in for an object of a class that is not imported: keeps what the pickle gives it, does nothing."""
+    """Stand-in for an object of a class that is not imported: records its arguments and state."""
 
-    kind = "object"  # its class, with the module
+    kind = "object"  # full name of its class
     args: tuple[Any, ...]
     items: list[Any]
     state: Any
@@ -63,7 +62,7 @@ class Passive(metaclass=Sealed):
 
 
 class Call:
-    """A function that pickles may call. None can change it: it has no attributes, and refuses a state."""
+    """A function that pickles may call and cannot modify: it has no attributes, and refuses a state."""
 
     __slots__ = ("_run",)
 
@@ -80,27 +79,28 @@ class Call:
 def interpret_pickle(
     stream: BinaryIO, find: Find, passive: frozenset[str] = frozenset(), persistent: Callable[[Any], Any] | None = None
 ) -> tuple[Any, list[str]]:
-    """The value pickled in `stream`, and every name that `find` does not know; with any of these, it is no good.
+    """The value pickled in `stream`, and the names that `find` does not know; with any of these the value is invalid.
 
-    The stream is left after the pickle. What comes from the packages `passive` may be unknown: it becomes `Passive`.
-    `persistent` gives what the pickle refers to outside of it. Raises whatever a damaged pickle makes Python raise,
-    CorruptError for what none has, for a value that holds itself or has more places than the pickle's size warrants.
+    Afterwards the stream is positioned at the end of the pickle. Unknown names of the packages `passive` become
+    `Passive`. `persistent` resolves persistent ids. Raises any error that Python raises for a damaged pickle;
+    CorruptError for opcodes that are not allowed, for a value that contains itself, and for one with more elements than
+    the size of the pickle warrants.
     """
     reader = _SafeUnpickler(_WholeStream(stream), find, passive, persistent)
     value = None
     try:
         value = reader.load()
         _check_places(value, reader.allowed)
-    except Exception as error:  # a mutated pickle can make the machine fail in any way
+    except Exception as error:  # a damaged pickle can raise any error
         if not reader.foreign or isinstance(error, ExcessError):
             raise
     return value, sorted(reader.foreign)
 
 
 def _check_places(value: Any, most: int) -> None:
-    """Raise CorruptError when containers hold themselves, are nested too deep, or have more than `most` places in all.
+    """Raise CorruptError when containers contain themselves, are nested too deep, or have over `most` elements in all.
 
-    Each container is visited once; its places count as often as it is held.
+    Each container is visited once; its elements count once for each reference to it.
     """
     counts: dict[int, int] = {}
     open_: set[int] = set()
@@ -118,7 +118,7 @@ def _check_places(value: Any, most: int) -> None:
             continue
         if id(one) in open_ or len(open_) > MOST_LEVELS:
             raise CorruptError(
-                "a container that holds itself" if id(one) in open_ else f"over {MOST_LEVELS} levels deep"
+                "a container that contains itself" if id(one) in open_ else f"over {MOST_LEVELS} levels deep"
             )
         open_.add(id(one))
         stack.append((one, True))
@@ -126,7 +126,7 @@ def _check_places(value: Any, most: int) -> None:
 
 
 class _WholeStream:
-    """A pickle as a stream that never gives less than is asked for, and never takes in more than it has."""
+    """A stream whose `read` returns exactly the requested size, and never allocates more than the size of the file."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.stream, self.readline = stream, stream.readline
@@ -142,7 +142,7 @@ class _WholeStream:
         return found
 
 
-_Python: Any = vars(pickle)["_Unpickler"]  # the one in C cannot be told what an instruction may cost
+_Python: Any = vars(pickle)["_Unpickler"]  # in the C implementation, opcodes cannot be replaced
 
 
 class _SafeUnpickler(_Python):  # type: ignore[misc]
@@ -157,7 +157,7 @@ class _SafeUnpickler(_Python):  # type: ignore[misc]
         self.foreign: set[str] = set()
         self.classes: dict[str, type] = {}
         self.allowed = self.left = _ALLOWED + _ALLOWED_PER_BYTE * min(pickled.size_bytes, MOST_BYTES)
-        self.weights: dict[int, tuple[int, int, Any]] = {}  # of tuples that hold tuples: what hashing visits, levels
+        self.weights: dict[int, tuple[int, int, Any]] = {}  # of nested tuples: (elements that hashing visits, levels)
 
     def pay_for(self, values: Iterable[Any]) -> None:
         """Subtract what copying or hashing `values` costs from the allowance. Raises CorruptError at its end."""
@@ -176,7 +176,7 @@ class _SafeUnpickler(_Python):  # type: ignore[misc]
             levels = 1 + max(self.weights[id(p)][1] if id(p) in self.weights else 1 for p in made)
             self.weights[id(made)] = weight, levels, made
             self.left -= len(made)
-            if levels > MOST_LEVELS:  # hashing recurses in C, and ends the process where its stack ends
+            if levels > MOST_LEVELS:  # hashing recurses in C: a stack overflow would end the process
                 raise ExcessError(f"tuples over {MOST_LEVELS} levels deep")
             if weight > self.left:
                 raise ExcessError("tuples in tuples, of more places than the size of the pickle warrants")
@@ -192,9 +192,9 @@ class _SafeUnpickler(_Python):  # type: ignore[misc]
         return self.classes.setdefault(full, Sealed(name, (Passive,), {"kind": full}))
 
     def persistent_load(self, reference: Any) -> Any:
-        """The object outside of the pickle that it refers to."""
+        """The object of a persistent id."""
         if self.persistent is None:
-            raise CorruptError("a reference to something outside of the pickle")
+            raise CorruptError("a reference to an object outside of the pickle")
         return self.persistent(reference)
 
 
@@ -228,7 +228,7 @@ def _pay_before(name: str, hashed: Callable[[_SafeUnpickler], Iterable[Any]]) ->
 
 
 def _pay_call(name: str) -> Callable[[_SafeUnpickler], None]:
-    """The instruction of Python's interpreter with this name, before which what it hands to a function is paid."""
+    """The opcode handler of Python's unpickler with this name, preceded by charging the arguments of the call."""
     run = getattr(_Python, name)
 
     def run_paid(reader: _SafeUnpickler) -> None:
@@ -236,7 +236,7 @@ def _pay_call(name: str) -> Callable[[_SafeUnpickler], None]:
         reader.pay_for(given)
         if reader.weights:
             for one in given:
-                if isinstance(one, (list, tuple)):  # of which it may make a set or a mapping
+                if isinstance(one, (list, tuple)):  # the call may make a set or mapping of it
                     reader.pay_for(one)
         run(reader)
 
@@ -260,20 +260,20 @@ _SafeUnpickler.dispatch |= {
 
 @dataclass(frozen=True)
 class OpaqueObject:
-    """A pickled object that was not opened, because opening it could run code. `name` is its place in the file."""
+    """A pickled object that was not loaded, because that could run code. `name`: its path in the file."""
 
     name: str
     data: bytes = field(repr=False)
 
     def unpickle(self, *, trust: bool = False) -> Any:
-        """The object. Runs whatever the pickle says, so `trust` must be True. Raises CorruptError otherwise."""
+        """Load the object, which can run any code; raises CorruptError unless `trust` is True."""
         if not trust:
             raise CorruptError(f"{self.name}: a pickle can run any code; pass trust=True if you know who wrote it")
-        return pickle.loads(self.data)  # noqa: S301 - asked for, in so many words
+        return pickle.loads(self.data)  # noqa: S301 - the caller trusts it
 
 
 def unpickle_plain(data: bytes, extra: Mapping[str, Any] | None = None) -> Any:
-    """The value pickled in `data`. Raises CorruptError when it holds anything beyond plain values and `extra`."""
+    """The value pickled in `data`. Raises CorruptError for anything but plain values and the globals `extra`."""
     if len(data) > MOST_BYTES:
         raise CorruptError(f"a pickle of {len(data)} bytes")
     try:
@@ -288,7 +288,7 @@ def unpickle_plain(data: bytes, extra: Mapping[str, Any] | None = None) -> Any:
 
 
 class _NumpyDtype:
-    """Stands for numpy.dtype: only its letter and size are looked at."""
+    """Stand-in for numpy.dtype: reads its letter, size and byte order."""
 
     def __init__(self, kind: str, *_: Any) -> None:
         self.kind = kind
@@ -298,7 +298,7 @@ class _NumpyDtype:
         self.order = state[1] if state[1] in "<>" else "="
 
     def real_dtype(self) -> np.dtype[Any]:
-        """The type itself, of numbers only."""
+        """The dtype; only numbers and strings of limited size."""
         dtype: np.dtype[Any] = np.dtype(self.kind).newbyteorder(self.order)
         if dtype.kind not in "biufcSU" or dtype.itemsize > MOST_BYTES:
             raise CorruptError(f"a numpy scalar of {dtype}")
@@ -331,7 +331,7 @@ PLAIN_GLOBALS: Mapping[str, Any] = {
     "builtins.bytearray": Call(lambda *given: bytearray(_make_bytes(*given))),
     "_codecs.encode": Call(_encode_latin1),
     "collections.OrderedDict": OrderedDict,
-}  # what any table has
+}  # in every table
 PLAIN_VALUES: Mapping[str, Any] = {
     **PLAIN_GLOBALS,
     **{f"torch.{name}": one for name, one in vars(torch).items() if isinstance(one, torch.dtype)},

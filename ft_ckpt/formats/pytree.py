@@ -1,10 +1,10 @@
 """Converts Python objects to a tree of nodes and a list of tensors, and back; the JSON form of the tree.
 
-What is kept exactly: dict, OrderedDict (with the attributes torch gives a state dict), Counter, defaultdict, list,
+Restored exactly: dict, OrderedDict (with the attributes torch gives a state dict), Counter, defaultdict, list,
 tuple, named tuple, set, frozenset, deque, torch.Size, None, bool, int, float, complex, str, bytes, bytearray, numpy
-arrays and scalars, torch dtypes, devices and dense tensors. Everything else is refused, with its place in the object.
-Equal tensors that are one tensor (same object, or same storage, offset, shape and strides) are one leaf. What belongs
-to autograd (`requires_grad`, being a Parameter) is not data and is not kept.
+arrays and scalars, torch dtypes, devices and dense tensors. Everything else is refused with its path in the object.
+References to one tensor (same object, or same storage, offset, shape and strides) share one leaf. Autograd properties
+(`requires_grad`, being a Parameter) are not kept.
 """
 
 import base64
@@ -48,7 +48,7 @@ def described_dtype(described: Any) -> np.dtype[Any]:
 
 
 def stored_array(array: Array) -> Array:
-    """`array`, row by row, as numbers that every format has; other types as their bytes, one dimension more."""
+    """`array` in row-major order; dtypes that not every format has as bytes, with one more dimension."""
     if array.dtype.isbuiltin and array.dtype.kind in "biufc" and array.dtype.name in _NUMBERS:
         numbers: Array = np.ascontiguousarray(array).reshape(array.shape)
         return numbers
@@ -57,7 +57,7 @@ def stored_array(array: Array) -> Array:
 
 
 def restored_array(stored: Array, described: Any, shape: tuple[int, ...]) -> Array:
-    """The array that `stored_array` was given. Raises CorruptError when the bytes are not as many as it had."""
+    """The argument of `stored_array`. Raises CorruptError when the number of bytes is wrong."""
     dtype = described_dtype(described)
     if dtype.hasobject or stored.nbytes != math.prod(shape) * dtype.itemsize:
         raise CorruptError(f"{stored.nbytes} bytes for an array of {shape} {dtype}")
@@ -66,7 +66,7 @@ def restored_array(stored: Array, described: Any, shape: tuple[int, ...]) -> Arr
 
 
 def is_describable(dtype: np.dtype[Any]) -> bool:
-    """True when the type, its extension and metadata included, can be written down and read again."""
+    """Whether the type can be restored from its JSON form, including extension and metadata."""
     if dtype.hasobject or dtype.metadata:
         return False
     try:
@@ -88,9 +88,9 @@ def _field_tuples(described: Sequence[Any]) -> Any:
     return fields
 
 
-BLOB_BYTES = 4096  # from here on bytes are a leaf and not a part of the tree
+BLOB_BYTES = 4096  # bytes of at least this size are stored as a leaf, not in the tree
 MOST_LEVELS = 150  # of nesting; json, pickle and torch's own trees all recurse
-PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}  # tensors that are nothing but their values
+PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}  # tensor classes without further state
 MAPPINGS: dict[str, type] = {"dict": dict, "odict": OrderedDict, "counter": Counter, "defaultdict": defaultdict}
 SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
     "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "size": torch.Size
@@ -105,7 +105,7 @@ _KINDS: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class Node:
-    """One value of the object. `kind` says what `value` is.
+    """One value of the object. The meaning of `value` depends on `kind`:
 
     "value": the value itself; "tensor": the index of its leaf; "array": (index of its leaf, numpy descr, shape), the
     descr None where the leaf is the array; "blob": (index of its leaf, "bytes" or "bytearray"), for many bytes;
@@ -132,11 +132,11 @@ class Leaf:
 def flatten(
     obj: Any, dtypes: Iterable[str], root: str = "state", classes: Collection[type] = PLAIN
 ) -> tuple[Node, list[Leaf]]:
-    """`obj` as nodes and leaves; `dtypes` are the tensor types that can be stored, `root` names `obj` in errors.
+    """`obj` as nodes and leaves. `dtypes`: that can be stored; `root`: name of `obj` in errors; `classes`: of tensors
+    that can be leaves.
 
-    `classes` are those of tensors that may be leaves.
-
-    Raises SelectionError listing the places of what cannot be kept. Shared lists and dicts come back as equal copies.
+    Raises SelectionError listing the paths of values that cannot be stored. Shared lists and dicts are restored as
+    separate copies.
     """
     flattener = _Flattener(frozenset(dtypes), classes)
     node = flattener.make_node(obj, root)
@@ -155,11 +155,11 @@ class _Flattener:
     leaves: list[Leaf] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     known: dict[Hashable, Node] = field(default_factory=dict)  # tensors and arrays by identity and by memory
-    above: list[int] = field(default_factory=list)  # containers around the one at hand
-    alive: list[Any] = field(default_factory=list)  # an id stays one object's only while the object lives
+    above: list[int] = field(default_factory=list)  # ids of the enclosing containers
+    alive: list[Any] = field(default_factory=list)  # keeps objects alive, so that their ids stay unique
 
     def make_node(self, obj: Any, path: str) -> Node:
-        """The node of `obj`; what cannot be kept goes to `refused`."""
+        """The node of `obj`; values that cannot be stored are added to `refused`."""
         if type(obj) in (bytes, bytearray) and len(obj) >= BLOB_BYTES:
             stored = np.frombuffer(obj, np.uint8)
             return Node("blob", (self._add_leaf(Leaf(stored.shape, "uint8", stored, True)).value, type(obj).__name__))
@@ -262,17 +262,17 @@ class _Flattener:
 
 
 def unflatten(node: Node, tensor: Callable[[int], Any], array: Callable[[int], Array]) -> Any:
-    """The object of `node`; `tensor` and `array` give the leaf of an index.
+    """The object of `node`; `tensor` and `array` return the leaf with an index.
 
-    Raises CorruptError for a tree that no object could have been. Named tuples come back as their own class if this
-    process has imported it, else as a class of the same name and fields; no constructor runs and nothing is imported.
+    Raises CorruptError for an invalid tree. Named tuples get their original class if this process has imported it, else
+    a new class of the same name and fields; no constructor runs and nothing is imported.
     """
     with damaged_input("the tree of the object"):
         return _ObjectBuilder(tensor, array).build_object(node)
 
 
 def leaf_numbers(node: Node) -> Iterator[int]:
-    """The indices of all leaves of a tree, each as often as it is there."""
+    """The indices of all leaves of a tree, with repetitions."""
     if node.kind == "tensor":
         yield node.value
     elif node.kind in ("array", "blob"):
@@ -333,7 +333,7 @@ def _tensor_problem(tensor: torch.Tensor, dtypes: frozenset[str], classes: Colle
 
 
 def _memory_identity(tensor: torch.Tensor) -> Hashable:
-    """A key that is equal for tensors that share memory; None for tensors without memory of their own."""
+    """A key that is equal for tensors with the same memory and layout; None for other classes and empty tensors."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.numel() == 0:
         return None
     flags = (tensor.is_conj(), tensor.is_neg())
@@ -342,12 +342,12 @@ def _memory_identity(tensor: torch.Tensor) -> Hashable:
 
 
 def quoted_key(key: Any) -> str:
-    """A key of a mapping as places in an object show it."""
+    """A key of a mapping as shown in paths."""
     return '"' + key.replace('"', '\\"') + '"' if isinstance(key, str) else repr(key)
 
 
 def vars_of(obj: Any) -> dict[str, Any]:
-    """The instance attributes of `obj`, none where it has no room for any."""
+    """The instance attributes of `obj`; {} if it has no __dict__."""
     return getattr(obj, "__dict__", {})
 
 
@@ -362,14 +362,14 @@ def _named_class(module: str, qualname: str, fields: Iterable[str]) -> type:
 
 
 def _set_order(item: Any) -> tuple[str, str]:
-    return type(item).__qualname__, repr(item)  # the order of a set differs between processes; files must not
+    return type(item).__qualname__, repr(item)  # the order of sets differs between processes, files are deterministic
 
 
-_WORD = 1 << 63  # integers from here on are written in hexadecimal, which has no limit on digits
+_WORD = 1 << 63  # larger integers are written in hexadecimal, which has no limit on digits
 
 
 def dump_object(obj: Any, name: str) -> str:
-    """`obj` as one text, with its tensors. Raises SelectionError naming, below `name`, what cannot be kept."""
+    """`obj` and its tensors as text. Raises SelectionError naming the paths, below `name`, of unsupported values."""
     dtypes = {str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
     node, leaves = flatten(obj, dtypes, name)
     held = [[list(leaf.shape), leaf.dtype, _base64_text(_leaf_bytes(leaf))] for leaf in leaves]
@@ -377,7 +377,7 @@ def dump_object(obj: Any, name: str) -> str:
 
 
 def load_object(text: str) -> Any:
-    """The object that `dump_object` was given. Raises CorruptError for any other text."""
+    """The object from the result of `dump_object`. Raises CorruptError for any other text."""
     try:
         document = json.loads(text)
         leaves = [_leaf_tensor(*held) for held in document["leaves"]]
@@ -409,7 +409,7 @@ def encode_node(node: Node) -> Any:
 
 
 def decode_node(document: Any) -> Node:
-    """The node that `encode_node` was given. Raises CorruptError for anything else."""
+    """The node from the result of `encode_node`. Raises CorruptError for anything else."""
     with damaged_input("the tree of the object"):
         return _decode_json(document, MOST_LEVELS + 2)
 
@@ -441,7 +441,7 @@ def _decode_json(document: Any, most: int) -> Node:
 
 def _check_number(found: Any) -> int:
     if type(found) is not int or not 0 <= found < _WORD:
-        raise CorruptError(f"{found!r:.40} where a number of a leaf or a size should be")
+        raise CorruptError(f"{found!r:.40}, expected the index of a leaf or a size")
     return found
 
 
@@ -529,7 +529,7 @@ _VALUES: dict[str, Callable[..., Any]] = {
 }
 
 
-_MAX_DEPTH = 32  # a list that holds itself is not simple
+_MAX_DEPTH = 32  # of simple values; also ends at a list that contains itself
 _OF_TRANSFORMERS = re.compile(r"transformers\.models\.\w+\.(modeling|configuration)_\w+|transformers\.generation\.\w+")
 _UNWRITTEN = ("_attn_implementation", "_experts_implementation")  # fields of a config that its JSON leaves out
 
@@ -538,7 +538,7 @@ def encode_value(value: Any, depth: int = 0) -> Any:
     """JSON for a simple value. Raises SelectionError for any other."""
     if depth > _MAX_DEPTH:
         raise SelectionError("nested too deeply")
-    kind = type(value)  # exact: a subclass (an enum, a path) would come back as something else
+    kind = type(value)  # exact: a subclass (an enum, a path) could not be restored
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
@@ -559,7 +559,7 @@ def encode_value(value: Any, depth: int = 0) -> Any:
 
 
 def decode_value(value: Any) -> Any:
-    """The value that `encode_value` described. Raises LoadError for a dtype or config class that is not to be had."""
+    """The value from the result of `encode_value`. Raises LoadError for an unknown dtype or config class."""
     if isinstance(value, list):
         return [decode_value(item) for item in value]
     if not isinstance(value, dict):
@@ -577,11 +577,11 @@ def decode_value(value: Any) -> Any:
         "set": set,
         "frozenset": frozenset,
     }
-    return decoders[kind](decode_value(content))  # type: ignore[operator]  # each takes what its kind was encoded to
+    return decoders[kind](decode_value(content))  # type: ignore[operator]  # each takes the encoded form of its kind
 
 
 def is_config(kind: type) -> bool:
-    """Whether `kind` is a model's or a generation config of transformers, told without importing it."""
+    """Whether `kind` is a model config or generation config of transformers; does not import transformers."""
     return any(
         base.__name__ in {"PreTrainedConfig", "PretrainedConfig", "GenerationConfig"}
         and base.__module__.startswith("transformers.")
@@ -590,7 +590,7 @@ def is_config(kind: type) -> bool:
 
 
 def imported_module(module_name: str) -> Any:
-    """The module, if this process has imported it or it is one of transformers' own models; None otherwise."""
+    """The module, if this process has imported it or it is part of transformers; None otherwise."""
     if module_name not in sys.modules and _OF_TRANSFORMERS.fullmatch(module_name):
         try:
             return importlib.import_module(module_name)

@@ -1,7 +1,7 @@
-"""The tensor formats, a record for each: file names, functions, capabilities. Needs no torch.
+"""The tensor formats, a record for each: file names, functions, capabilities. Does not import torch.
 
-A new format is one module with its functions and one record in `_FORMATS`; all other code uses the records. Their
-functions are named by module and imported at the first call, so that settings can be checked without torch.
+A new format is one module with its functions and one record below; all other code uses the records. Functions are
+named by module and imported at the first call, so that settings can be checked without torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,18 +48,18 @@ class TensorFormat:
     suffixes: tuple[str, ...] = ()  # of its files; the first is used for writing; empty: a folder of files
     model_stem: str = "model"  # file name of a model's weights in a folder
     other_stems: tuple[str, ...] = ()  # file names of weights written by other programs
-    second_suffix: str = ""  # of a second name of its files, which are also files of another format
+    second_suffix: str = ""  # of a second name of its files, which are also valid in another format
 
     lay_out: Callable[[Sequence[Spec], Metadata, Ties], Layout] | None = None
     """A file of tensors as one flat dict; raises SelectionError for unsupported dtypes."""
     lay_out_object: "Callable[[Node, Sequence[Spec], Sequence[int], bool], tuple[Layout, Sequence[str]]] | None" = None
-    """A file of any object and the names of its leaves, from (tree, leaves, which are numpy's, `native_floats`)."""
+    """A file of any object and the names of its leaves, from (tree, leaves, indices of arrays, `native_floats`)."""
     lay_out_archive: "Callable[[Sequence[Spec], Metadata, Ties], TorchArchive] | None" = None
-    """A file of tensors with other bytes between them, such as checksums of theirs."""
+    """A file of tensors with other bytes between them, such as checksums."""
     check_object: Callable[[Any], None] | None = None
     """Raises SelectionError, naming the paths, for an object that `load_object` could not restore."""
     save_object: Callable[[Any, Path], None] | None = None
-    """Writes an object to a new file, by a library without a layout known beforehand."""
+    """Writes an object to a new file by a library, without a layout known beforehand."""
     load_object: Callable[..., Any] | None = None
     """Loads the object that `save_object` wrote, from (open file, map_location, mapped, verify)."""
     library: FolderLibrary | None = None
@@ -70,7 +70,7 @@ class TensorFormat:
     open_indexed: "Callable[[RawFile, bool], IndexedFile] | None" = None
     """Reads the index of an open file; the second argument: whether digests are compared as tensors are read."""
     open_tensors: "Callable[[RawFile], TensorFile] | None" = None
-    """The tensors of an open file under their own names, if it has no index, or other names in it."""
+    """The tensors of an open file, for formats without an index, or with other names in the index."""
 
     object_dtypes: frozenset[str] = frozenset()  # dtypes of tensors in objects
     compressions: tuple[str, ...] = ()
@@ -134,7 +134,7 @@ _FORMATS: dict[str, TensorFormat] = {}
 
 
 def register_format(known: TensorFormat) -> None:
-    """Add a format; it is asked before the existing ones whether it recognises a file."""
+    """Add a format; its `recognise` is called before those of existing formats."""
     _FORMATS[known.name] = known
 
 
@@ -156,7 +156,7 @@ def format_named(name: str) -> TensorFormat:
 
 
 def checkpoint_format_of(name: str) -> TensorFormat:
-    """The format of a weight file of a checkpoint, by its suffix; any other file is the default's to refuse."""
+    """The format of a checkpoint's weight file, by suffix; the default for unknown suffixes, which its reader rejects."""
     suffix = PurePosixPath(name).suffix
     found = [known for known in tensor_formats() if known.serves_checkpoints and suffix in known.suffixes]
     return found[0] if found else format_named(DEFAULT_FORMAT)

@@ -59,7 +59,7 @@ def open_safetensors(raw: RawFile, verify: bool = False) -> IndexedFile:
 
 
 def _header_index(header: SafetensorsHeader) -> TensorIndex:
-    """The index of a file without one: its header says as much, but for digests."""
+    """An index without digests from the header."""
     tensors = {name: entry for name, entry in header.tensors.items() if name != HELPER}
     names, metadata, root = list(tensors), dict(header.metadata), None
     if TREE in metadata:
@@ -71,16 +71,16 @@ def _header_index(header: SafetensorsHeader) -> TensorIndex:
 
 
 def split_into_files(
-    specs: Mapping[str, Spec], stem: str, suffix: str, most_bytes: int, apart: frozenset[str] = frozenset()
+    specs: Mapping[str, Spec], stem: str, suffix: str, most_bytes: int, separate: frozenset[str] = frozenset()
 ) -> dict[str, list[str]]:
     """The tensors of each file by its name, split as transformers would: in their order, at most `most_bytes` each.
 
-    Those named in `apart` come first, in files of their own. A larger tensor has a file for itself.
+    Tensors in `separate` come first, in files without others. A tensor larger than `most_bytes` has its own file.
     """
     sizes = {name: spec.size_bytes for name, spec in specs.items()}
-    if not apart and sum(sizes.values()) <= most_bytes:
+    if not separate and sum(sizes.values()) <= most_bytes:
         return {f"{stem}{suffix}": list(specs)}
-    groups = [{name: size for name, size in sizes.items() if (name in apart) == first} for first in (True, False)]
+    groups = [{name: size for name, size in sizes.items() if (name in separate) == first} for first in (True, False)]
     splits = [
         split_state_dict_into_shards_factory(
             group, get_storage_size=int, filename_pattern="{suffix}", max_shard_size=most_bytes

@@ -37,8 +37,7 @@ MOST_PROMISED, FREE_BYTES = 16, 64 << 20  # limit for values that are not stored
 class FileStream(io.RawIOBase):
     """Bytes [start, start + size_bytes) of an open file as a file object.
 
-    It does not use the path, which may belong to another file by now; libraries that are given a path may also reuse
-    state of a file that was overwritten.
+    It does not use the path, which may belong to another file by now. Libraries may also cache state by path.
     """
 
     def __init__(self, raw: "RawFile", start: int = 0, size_bytes: int | None = None) -> None:
@@ -89,7 +88,7 @@ class RawFile:
     def check(self) -> None:
         """Raise CorruptError if the file was written to or cut short since it was opened, and can be mapped.
 
-        Where it cannot, every range is read from what was opened, or not at all, and nothing else has to be asked.
+        Other files are always read in the version that was opened.
         """
         if self._closed:
             raise CorruptError(f"{self.name}: closed; load it again")
@@ -97,9 +96,9 @@ class RawFile:
             self.file.check()
 
     def promise(self, size_bytes: int, name: str) -> None:
-        """Count the bytes of tensor `name` that are not stored: those of constants, or of elements that repeat.
+        """Count bytes of tensor `name` that are not stored, because it is constant or its elements repeat.
 
-        Raises CorruptError when all of these are more than a file of this size has any use for.
+        Raises CorruptError when the total is implausible for a file of this size.
         """
         self._promised += size_bytes
         if size_bytes < 0 or self._promised > MOST_PROMISED * self.size_bytes + FREE_BYTES:
@@ -109,9 +108,9 @@ class RawFile:
             )
 
     def read_in(self, threads: int = 4, direct: str = "auto") -> bool:
-        """Read the whole file into private memory at the disk's rate; "mapped" tensors lie there from now on.
+        """Read the whole file into private memory at the disk's rate; "mapped" tensors then use this memory.
 
-        False if the file is mapped already, or memory is short. Raises CorruptError when it changes meanwhile.
+        Returns False if the file is mapped already, or memory is short. Raises CorruptError when it changes meanwhile.
         """
         if self._whole is not None:
             return False
@@ -126,7 +125,7 @@ class RawFile:
         return (isinstance(self.file, KeptFile) and self.file.is_own) or is_cold(self.file)
 
     def bytes(self, start: int, size_bytes: int) -> bytearray:
-        """A copy of the bytes from `start`. Raises CorruptError where the file has not so many, or has changed."""
+        """A copy of the bytes from `start`. Raises CorruptError when the file is shorter or has changed."""
         self._check_range(start, size_bytes)
         if self._whole is not None and self._whole.is_own and not self._whole.given_back:
             return bytearray(self._whole.memory[start : start + size_bytes])
@@ -135,7 +134,7 @@ class RawFile:
         return data
 
     def tensor(self, start: int, count: int, dtype: torch.dtype, mapped: bool | None = None) -> torch.Tensor:
-        """`count` elements from byte `start`, one dimension; writable, and no write reaches the file."""
+        """`count` elements from byte `start`, 1-D; writes to it do not reach the file."""
         if not count:
             return torch.empty(0, dtype=dtype)
         size_bytes = count * dtype.itemsize

@@ -67,7 +67,7 @@ def load_tensorflow() -> Any:
 
 
 def bundle_prefixes(place: Place) -> list[Place]:
-    """The prefixes that `place` can stand for: itself, the newest that its folder names, or all in that folder."""
+    """The prefixes at `place`: itself, the newest by the folder's STATE file, or all in the folder."""
     if place.name and place.store.stat(f"{place.name}{_INDEX}") is not None:
         return [place]
     store = place.folder
@@ -81,14 +81,14 @@ def bundle_prefixes(place: Place) -> list[Place]:
 
 
 class TensorFlowFile:
-    """The tensors of a bundle, rows of them read by TensorFlow."""
+    """The tensors of a bundle, read by TensorFlow in ranges of rows."""
 
     def __init__(self, prefix: Place) -> None:
         self.tf, self.source, self.room = load_tensorflow(), prefix.last_step, ExitStack()
         above, _, last = prefix.name.rpartition("/")
         folder = Place(prefix.store, above)
         check_prefix_inside(prefix.store, prefix.name)
-        copied = local_folder(folder, lambda name: name.startswith(f"{last}."))  # TensorFlow takes nothing but paths
+        copied = local_folder(folder, lambda name: name.startswith(f"{last}."))  # TensorFlow needs a path
         self.prefix = str(self.room.enter_context(copied) / last)
         try:
             reader = self.tf.train.load_checkpoint(self.prefix)
@@ -124,7 +124,6 @@ class TensorFlowFile:
         ]
 
     def close(self) -> None:
-        """Drop the tensor that was read last."""
         self.held = (None, torch.empty(0))
         self.room.close()
 
@@ -139,7 +138,7 @@ class TensorFlowFile:
                 )
         except self.tf.errors.OpError as error:
             raise CorruptError(f"{self.source}: {spec.name} cannot be read ({error}); use another copy") from error
-        data = found.numpy().copy().reshape(-1)  # what TensorFlow hands out is not for writing
+        data = found.numpy().copy().reshape(-1)  # TensorFlow's array is read-only
         return torch.from_numpy(data.view("uint8")).view(getattr(torch, spec.dtype))
 
 
@@ -185,7 +184,7 @@ def open_tensorflow(place: Place) -> TensorFile:
 
 
 def check_tensorflow_types(specs: Iterable[Spec]) -> None:
-    """Raise SelectionError naming tensors of types that TensorFlow has not."""
+    """Raise SelectionError naming tensors of dtypes that TensorFlow does not have."""
     foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in DTYPES]
     if foreign:
         raise SelectionError(f"{listing(foreign, ', ')}: TensorFlow has no such type; convert it with --dtype")
@@ -194,7 +193,7 @@ def check_tensorflow_types(specs: Iterable[Spec]) -> None:
 def write_tensorflow(folder: Path, specs: Sequence[Spec], read: Read, shard_bytes: int = SHARD_BYTES) -> None:
     """Write `specs` as a bundle into `folder`; `read(name, start, stop)` gives the flat elements of a tensor.
 
-    About `shard_bytes` (one row, if that is more) are held at a time, twice. Raises SelectionError as
+    Needs about twice `shard_bytes` of memory (twice a row, if that is more). Raises SelectionError as
     `check_tensorflow_types` does.
     """
     check_tensorflow_types(specs)
@@ -208,7 +207,7 @@ def write_tensorflow_shards(
 ) -> None:
     """Write the tensors of each shard as a bundle of its own, `NAME.ckpt`, and a table of them all.
 
-    A shard is loaded by its prefix alone, so no more than it has to be in memory. Holds what `write_tensorflow` does.
+    A shard can be loaded by its prefix alone. Needs memory as `write_tensorflow` does.
     """
     places: dict[str, str] = {}
     for name, specs in shards.items():

@@ -168,7 +168,7 @@ def test_two_tensors_do_not_share_a_place(plain):
     infos = {index.fqn: info for index, info in metadata.storage_data.items()}
     infos["t"].offset, infos["t"].length = infos["float32"].offset, infos["float32"].length
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CorruptError, match="float32, t: stored at one place"):
+    with pytest.raises(CorruptError, match="float32, t: stored at the same location"):
         dcp.open_dcp(open_place(folder))
 
 

@@ -210,7 +210,7 @@ def test_a_structure_that_holds_itself_ends(tmp_path):
     loop: list[object] = []
     loop.append(loop)
     (tmp_path / "x.pt").write_bytes(pickles.archive(pickle.dumps(loop, 2)))
-    with pytest.raises(CorruptError, match="holds itself"):
+    with pytest.raises(CorruptError, match="contains itself"):
         torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
 
 
