@@ -156,7 +156,7 @@ def format_named(name: str) -> TensorFormat:
 
 
 def checkpoint_format_of(name: str) -> TensorFormat:
-    """The format of a checkpoint's weight file, by suffix; the default for unknown suffixes, which its reader rejects."""
+    """The format of a weight file, by suffix; the default for unknown suffixes, which its reader rejects."""
     suffix = PurePosixPath(name).suffix
     found = [known for known in tensor_formats() if known.serves_checkpoints and suffix in known.suffixes]
     return found[0] if found else format_named(DEFAULT_FORMAT)
