@@ -97,12 +97,10 @@ class SaverConfig:
 
     @property
     def max_shard_bytes(self) -> int:
-        """`max_shard_size` in bytes."""
         return parse_size(self.max_shard_size)
 
     @property
     def client_options(self) -> dict[str, Any]:
-        """`store_options`, none where they were not given."""
         return dict(self.store_options or {})
 
     @property

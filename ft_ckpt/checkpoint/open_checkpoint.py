@@ -58,12 +58,10 @@ class OpenCheckpoint:
 
     @property
     def location(self) -> Path | str:
-        """Its path on this machine, or its URL."""
         return Place(self.origin).location
 
     @property
     def path(self) -> Path:
-        """Its local path."""
         return folder_of(self.origin)
 
     @property

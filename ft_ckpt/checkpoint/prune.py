@@ -66,7 +66,6 @@ class LocalRun:
             yield acquired is not False
 
     def unfinished(self) -> list[Step]:
-        """The deletions that were interrupted, by their tombstones."""
         return [(path, partial(finish_deletion, path)) for path in unfinished_deletions(self.root)]
 
     def drop(self, location: Path | str) -> Removal:

@@ -83,7 +83,6 @@ class RunPlaces:
 
     @property
     def folders(self) -> tuple[Place, ...]:
-        """All of them, the local one last."""
         return tuple(each for each in (self.directory, self.staging) if each is not None)
 
     def beside(self, checkpoint: Place) -> tuple[Place, ...]:

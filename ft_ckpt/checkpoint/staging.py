@@ -7,6 +7,7 @@ final names, and writing the manifest, last and only if there is none, is the co
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -151,7 +152,9 @@ def put_manifest(store: Store, text: bytes) -> None:
             store.write(MANIFEST_NAME, text, create_only=True)
             found = text
         except TargetError as error:
-            found, refusal = _text_of_manifest(store), error
+            found, refusal = None, error
+            with suppress(CorruptError):
+                found = store.read(MANIFEST_NAME)
         if found == text:
             return
         if found is not None:
@@ -159,13 +162,6 @@ def put_manifest(store: Store, text: bytes) -> None:
                 f"{store.url}: another save has committed it meanwhile; verify it, its files may have been mixed"
             )
     raise refusal
-
-
-def _text_of_manifest(store: Store) -> bytes | None:
-    try:
-        return store.read(MANIFEST_NAME)
-    except CorruptError:
-        return None
 
 
 def open_object_staging(

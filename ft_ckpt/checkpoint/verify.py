@@ -57,22 +57,19 @@ def verify_foreign(place: Place) -> VerifyReport:
     if not weights and not any(name.endswith(_INDEX) for name in names):
         found = f"no {MANIFEST_NAME} and no safetensors files in it"
         raise LoadError(f"{place}: {found}; `ft-ckpt show` reads other formats")
-    headers = {name: _names_or_reason(store, name) for name in weights}
-    tensors = {name: found for name, found in headers.items() if isinstance(found, set)}
-    problems = [f"{name}: {found}" for name, found in headers.items() if isinstance(found, str)]
+    tensors: dict[str, set[str]] = {}
+    problems: list[str] = []
+    for name in weights:
+        try:
+            with closing(store.open(name)) as file:
+                tensors[name] = set(read_header(file))
+        except CorruptError as error:  # noqa: PERF203 - one for each file
+            problems.append(f"{name}: {error}")
     for name in names:
         if name.endswith(".json"):
             problems += _document_problems(store, name, tensors)
     size = sum(each.size_bytes for name in weights if (each := store.stat(name)) is not None)
     return VerifyReport(place.location, not problems, tuple(problems), len(weights), size)
-
-
-def _names_or_reason(store: Store, name: str) -> set[str] | str:
-    try:
-        with closing(store.open(name)) as file:
-            return set(read_header(file))
-    except CorruptError as error:
-        return str(error)
 
 
 def _document_problems(store: Store, name: str, held: dict[str, set[str]]) -> Iterator[str]:

@@ -66,7 +66,10 @@ class CerebrasReader:
         try:
             version = float(self.attributes["__version__"])
             if version == 0.4:
-                return self._read_legacy()
+                spec = unpickle_plain(bytes.fromhex(self.attributes["__spec__"]), _LEGACY_TREE)
+                if not isinstance(spec, _LegacySpec):
+                    raise CorruptError("the tree of the checkpoint has an unknown type")
+                return self._read_node(spec, (), self._legacy_leaf)
             if version >= 0.5:
                 if not self.attributes.get("__SUCCESS__", False):
                     raise CorruptError("the checkpoint was never finished (no __SUCCESS__); use an older one")
@@ -153,12 +156,6 @@ class CerebrasReader:
     def _add_leaf(self, leaf: StoredLeaf) -> Node:
         self.leaves.append(leaf)
         return Node("tensor", len(self.leaves) - 1)
-
-    def _read_legacy(self) -> Node:
-        spec = unpickle_plain(bytes.fromhex(self.attributes["__spec__"]), _LEGACY_TREE)
-        if not isinstance(spec, _LegacySpec):
-            raise CorruptError("the tree of the checkpoint has an unknown type")
-        return self._read_node(spec, (), self._legacy_leaf)
 
     def _legacy_leaf(self, name: str) -> Node:
         dataset = self.find(quote(name, safe=""))

@@ -77,8 +77,10 @@ def open_deepspeed(place: Place) -> SpanFile:
 
 
 def _open_rank_files(store: Store, source: str, names: Sequence[str]) -> SpanFile:
-    model_names, optimizer_names = _model_files(names, source), _optimizer_files(names, source)
-    models = [_load_states(store, name) for name in model_names]
+    if experts := sorted(name for name in names if "expert" in name):
+        raise LoadError(f"{source}: {experts[0]}: experts over ranks; expected data parallelism alone")
+    optimizer_names = _optimizer_files(names, source)
+    models = [_load_states(store, name) for name in names if name.endswith(_MODEL)]
     if not models or "module" not in models[0]:
         raise CorruptError(f"{source}: no model states in it; every rank must have saved to this folder")
     optimizers = [_load_states(store, name).get("optimizer_state_dict", {}) for name in optimizer_names]
@@ -102,13 +104,6 @@ def _load_states(store: Store, name: str) -> Any:
     if not isinstance(found, dict):
         raise CorruptError(f"{name}: holds a {type(found).__name__}, expected a dict of states; use another copy")
     return found
-
-
-def _model_files(names: Sequence[str], source: str) -> list[str]:
-    experts = sorted(name for name in names if "expert" in name)
-    if experts:
-        raise LoadError(f"{source}: {experts[0]}: experts over ranks; expected data parallelism alone")
-    return [name for name in names if name.endswith(_MODEL)]
 
 
 def _optimizer_files(names: Sequence[str], source: str) -> list[str]:

@@ -7,6 +7,7 @@ left out by name. Nothing is built or executed: a config is text, which is kept 
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -229,8 +230,6 @@ def _stored_kind(file: IndexedFile, place: str) -> str | None:
 
 def _describe_others(file: IndexedFile, naming: _Naming) -> Iterator[str]:
     """A line for each group with tensors that do not belong to the model."""
-    used, counts = set(naming.places.values()), dict[str, int]()
-    for place in file.index.names:
-        if place not in used:
-            counts[place.partition("/")[0]] = counts.get(place.partition("/")[0], 0) + 1
+    used = set(naming.places.values())
+    counts = Counter(place.partition("/")[0] for place in file.index.names if place not in used)
     yield from (f"{group}: {count} tensors that are not the model's" for group, count in counts.items())

@@ -5,7 +5,7 @@ any class: no class is imported, each object becomes a `SkippedValue`. Unknown c
 in any file of torch.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -118,13 +118,13 @@ def module_weights(folder: TensorFile) -> RenamedFile:
     Their names are those of the module. Raises LoadError if there are no weights.
     """
     names: dict[str, str] = {}
-    others: dict[str, int] = {}
+    others = Counter[str]()
     for old in folder.specs:
         key, _, name = old.partition(".")
         if key in _SHARDED_WEIGHTS and name:
             names[name] = old
         else:
-            others[key] = others.get(key, 0) + 1
+            others[key] += 1
     if not names:
         raise LoadError(
             f"{META}: no weights of Lightning beside it, expected {' or '.join(_SHARDED_WEIGHTS)}.* tensors"
@@ -149,7 +149,11 @@ class _ValueMaker:
     def make(self, value: Any, name: str) -> Any:
         """The value described by `value`, at the path `name`."""
         if isinstance(value, TensorPlace):
-            return self._make_tensor(value, name)
+            if value not in self.tensors:
+                self.file.promise(value.repeated_bytes, name)
+                tensor = strided_tensor(value)
+                self.tensors[value] = tensor if self.device is None else tensor.to(self.device)
+            return self.tensors[value]
         if _is_opaque(value):
             kind = value.kind if isinstance(value, UnreadableTensor) else kind_of_leaf(value)
             return SkippedValue(name, kind)
@@ -159,10 +163,3 @@ class _ValueMaker:
         if type(value) in (list, tuple):
             return type(value)(self.make(one, f"{name}.{place}".lstrip(".")) for place, one in enumerate(value))
         return value
-
-    def _make_tensor(self, place: TensorPlace, name: str) -> torch.Tensor:
-        if place not in self.tensors:
-            self.file.promise(place.repeated_bytes, name)
-            made = strided_tensor(place)
-            self.tensors[place] = made if self.device is None else made.to(self.device)
-        return self.tensors[place]

@@ -135,7 +135,6 @@ class _WholeStream:
         stream.seek(begin)
 
     def read(self, size: int) -> bytes:
-        """The next `size` bytes."""
         found = self.stream.read(min(size, self.size_bytes))
         if len(found) < size:
             raise CorruptError(f"a pickle that was cut short: {size} bytes wanted, {len(found)} left")

@@ -431,7 +431,11 @@ def _decode_json(document: Any, most: int) -> Node:
     if kind == "blob":
         return Node("blob", (_check_number(rest[0]), str(rest[1])))
     if kind in MAPPINGS:
-        return _decode_mapping(kind, rest, most)
+        detail, pairs = rest
+        if kind == "odict" and detail is not None:
+            detail = _decode_json(detail, most - 1)
+        keys = tuple(_decode_json(key, most - 1) for key, _ in pairs)
+        return Node(kind, detail, keys, tuple(_decode_json(child, most - 1) for _, child in pairs))
     if kind in ("deque", "namedtuple"):
         return Node(kind, rest[0], (), tuple(_decode_json(child, most - 1) for child in rest[1:]))
     if kind in SEQUENCES:
@@ -443,14 +447,6 @@ def _check_number(found: Any) -> int:
     if type(found) is not int or not 0 <= found < _WORD:
         raise CorruptError(f"{found!r:.40}, expected the index of a leaf or a size")
     return found
-
-
-def _decode_mapping(kind: str, rest: list[Any], most: int) -> Node:
-    detail, pairs = rest
-    keys = tuple(_decode_json(key, most - 1) for key, _ in pairs)
-    if kind == "odict" and detail is not None:
-        detail = _decode_json(detail, most - 1)
-    return Node(kind, detail, keys, tuple(_decode_json(child, most - 1) for _, child in pairs))
 
 
 def _encode_scalar(value: Any) -> Any:

@@ -81,7 +81,6 @@ class RawFile:
         return self.file.can_map
 
     def close(self) -> None:
-        """Close the file. Tensors that were mapped from it stay valid."""
         self._closed = True
         self.file.close()
 
@@ -569,7 +568,6 @@ class RenamedFile:
         return self.file.read(self.names[name], start, stop)
 
     def runs(self, name: str) -> list[ByteRun] | None:
-        """None when the tensor is not stored as contiguous bytes."""
         ask = getattr(self.file, "runs", None)
         return None if ask is None else ask(self.names[name])
 
@@ -620,11 +618,9 @@ class ListedFile:
 
     @property
     def verify(self) -> bool:
-        """Whether reading compares the file's own digests."""
         return bool(getattr(self.file, "verify", False))
 
     def runs(self, name: str) -> list[ByteRun] | None:
-        """None when the tensor is not stored as contiguous bytes."""
         ask = getattr(self.file, "runs", None)
         return None if ask is None else ask(name)
 

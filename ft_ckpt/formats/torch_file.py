@@ -337,7 +337,6 @@ class TorchFile(SpanFile):
         return self.made[1][start:stop]
 
     def runs(self, name: str) -> list[ByteRun] | None:
-        """None when the tensor is not stored in row-major order."""
         return None if name in self.strided else super().runs(name)
 
     def close(self) -> None:
@@ -468,7 +467,6 @@ class _StorageStand:
         self.key, self.spec = key, spec
 
     def storage_reference(self) -> tuple[object, ...]:
-        """The reference that torch's pickles have in place of a storage."""
         kind = _STORAGE_KINDS.get(self.spec.dtype)
         count = self.spec.size_bytes if kind is None else self.spec.numel
         return ("storage", torch.UntypedStorage if kind is None else getattr(torch, kind), str(self.key), "cpu", count)
@@ -514,7 +512,6 @@ class _ZipRecord:
 
     @property
     def is_large(self) -> bool:
-        """Whether its size or offset needs more than 32 bits."""
         return self.size_bytes >= _LARGE or self.header_start >= _LARGE
 
     @property
@@ -536,7 +533,6 @@ class _ZipRecord:
         return _UTF8 | (_SIZES_AHEAD if self.size_bytes else 0)
 
     def tail_bytes(self, checksum: int) -> bytes:
-        """The bytes after the data: checksum and sizes."""
         if not self.size_bytes:
             return b""
         size = "Q" if self.is_large else "I"
@@ -547,7 +543,6 @@ class _ZipRecord:
         return self.header_start + len(self.header_bytes) + self.size_bytes + len(self.tail_bytes(0))
 
     def directory_entry(self, checksum: int) -> bytes:
-        """The record in the directory at the end of the file."""
         name, size, start = self.name.encode(), self.size_bytes, self.header_start
         wide = struct.pack("<QQ", size, size) if size >= _LARGE else b""
         wide += struct.pack("<Q", start) if start >= _LARGE else b""

@@ -157,7 +157,6 @@ class CachedObject:
 
     @property
     def watch(self) -> Watch | None:
-        """The observer of the bytes that are read."""
         watch: Watch | None = getattr(self.inner, "watch", None)
         return watch
 
