@@ -468,7 +468,7 @@ class ZipRecords:
     def __init__(self, file: RawFile, start: int = 0, size_bytes: int | None = None) -> None:
         self.file, self.start = file, start
         with zipfile.ZipFile(FileStream(file, start, size_bytes)) as names:
-            entries = names.infolist()
+            entries, self.directory_start = names.infolist(), start + names.start_dir
         self.records = {entry.filename: entry for entry in entries}
         twice = [name for name, count in Counter(entry.filename for entry in entries).items() if count > 1]
         if twice:

@@ -2,13 +2,12 @@
 
 Source: the layout of `torch.save` archives. One zip file without compression: `archive/data.pkl` names the tensors
 and the record of each storage, `archive/data/N` are the storages, each at a multiple of 64 bytes, followed by its
-checksum. A file written here has the same records at the same places as one that torch writes.
+checksum. To write, torch makes such a file without the bytes of the storages, which are then put between its bytes.
 """
 
 import ctypes
 import io
 import math
-import pickle
 import struct
 import zlib
 from collections import Counter, OrderedDict, defaultdict
@@ -40,6 +39,7 @@ from ft_ckpt.formats.pickles import PLAIN_GLOBALS, PLAIN_VALUES, Call, Find, Pas
 from ft_ckpt.formats.pytree import MOST_LEVELS, PLAIN, SCALARS, quoted_key
 from ft_ckpt.formats.tensor_file import ZIP_MAGIC, FileStream, RawFile, Span, SpanFile, ZipRecord, ZipRecords
 from ft_ckpt.storage.local_file import LocalFile, open_local_file
+from ft_ckpt.storage.local_store import temporary_store
 from ft_ckpt.storage.read_ahead import ByteRun
 from ft_ckpt.storage.store import is_utf8
 
@@ -312,9 +312,9 @@ def named_leaves(value: Any) -> Iterator[tuple[str, Any]]:
         stack += [(f"{name}.{key}" if name else str(key), part) for key, part in reversed(items)]
 
 
-_ALIGNMENT = 64
-_LARGE = 0xFFFFFFFF  # sizes and offsets from here on need the 64-bit fields of zip
-_SIZES_AHEAD, _UTF8 = 0x8, 0x800  # flags: sizes and checksum follow the data; the name is UTF-8
+_ARCHIVE = "archive"  # the folder of all records in files that we write
+_ENTRY_MAGIC, _SUM_MAGIC = b"PK\1\2", b"PK\7\10"  # signatures of an entry of the directory, and of a checksum
+_SUM = struct.Struct("<4sI")  # begins the bytes after a record, if it is not empty
 _LEGACY, _BARE = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", (b"\x80\x02}", b"\x80\x02c")  # how files begin
 
 
@@ -460,97 +460,6 @@ def strided_tensor(one: TensorPlace) -> Tensor:
 # Writing
 
 
-class _StorageStand:
-    """A storage, as the pickler sees it."""
-
-    def __init__(self, key: int, spec: Spec) -> None:
-        self.key, self.spec = key, spec
-
-    def storage_reference(self) -> tuple[object, ...]:
-        kind = _STORAGE_KINDS.get(self.spec.dtype)
-        count = self.spec.size_bytes if kind is None else self.spec.numel
-        return ("storage", torch.UntypedStorage if kind is None else getattr(torch, kind), str(self.key), "cpu", count)
-
-
-class _TensorStand:
-    """A tensor, as the pickler sees it."""
-
-    def __init__(self, storage: _StorageStand) -> None:
-        self.storage = storage
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        spec = self.storage.spec
-        steps, step = [], 1
-        for size in reversed(spec.shape):
-            steps.append(step)
-            step *= max(1, size)
-        place: tuple[Any, ...] = (self.storage, 0, spec.shape, tuple(reversed(steps)), False, OrderedDict())
-        if spec.dtype in _STORAGE_KINDS:
-            return torch._utils._rebuild_tensor_v2, place
-        return torch._utils._rebuild_tensor_v3, (*place, getattr(torch, spec.dtype))
-
-
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, value: object) -> Any:
-        return value.storage_reference() if isinstance(value, _StorageStand) else None
-
-
-_STORAGE_KINDS = {
-    "bool": "BoolStorage", "uint8": "ByteStorage", "int8": "CharStorage", "int16": "ShortStorage",
-    "int32": "IntStorage", "int64": "LongStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage",
-    "float32": "FloatStorage", "float64": "DoubleStorage", "complex64": "ComplexFloatStorage",
-    "complex128": "ComplexDoubleStorage",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _ZipRecord:
-    name: str
-    size_bytes: int
-    header_start: int
-    data: bytes | None  # None: a tensor's, which come later
-
-    @property
-    def is_large(self) -> bool:
-        return self.size_bytes >= _LARGE or self.header_start >= _LARGE
-
-    @property
-    def header_bytes(self) -> bytes:
-        """The record's header, padded so that its data are aligned."""
-        name = self.name.encode()
-        wide = b""
-        if self.is_large:
-            wide = struct.pack("<QQ", self.size_bytes, self.size_bytes) if self.size_bytes >= _LARGE else b""
-            wide += struct.pack("<Q", self.header_start) if self.header_start >= _LARGE else b""
-            wide = struct.pack("<HH", 1, len(wide)) + wide
-        pad = -(self.header_start + 30 + len(name) + len(wide) + 4) % _ALIGNMENT
-        extra = wide + struct.pack("<2sH", b"FB", pad) + b"Z" * pad
-        head = struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 0, self.zip_flags, 0, 0, 0, 0, 0, 0, len(name), len(extra))
-        return head + name + extra
-
-    @property
-    def zip_flags(self) -> int:
-        return _UTF8 | (_SIZES_AHEAD if self.size_bytes else 0)
-
-    def tail_bytes(self, checksum: int) -> bytes:
-        if not self.size_bytes:
-            return b""
-        size = "Q" if self.is_large else "I"
-        return struct.pack(f"<4sI{size}{size}", b"PK\7\10", checksum, self.size_bytes, self.size_bytes)
-
-    @property
-    def end_offset(self) -> int:
-        return self.header_start + len(self.header_bytes) + self.size_bytes + len(self.tail_bytes(0))
-
-    def directory_entry(self, checksum: int) -> bytes:
-        name, size, start = self.name.encode(), self.size_bytes, self.header_start
-        wide = struct.pack("<QQ", size, size) if size >= _LARGE else b""
-        wide += struct.pack("<Q", start) if start >= _LARGE else b""
-        extra = struct.pack("<HH", 1, len(wide)) + wide if wide else b""
-        facts = (0, 0, self.zip_flags, 0, 0, 0, checksum, min(size, _LARGE), min(size, _LARGE), len(name), len(extra))
-        return struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\1\2", *facts, 0, 0, 0, 0, min(start, _LARGE)) + name + extra
-
-
 @dataclass(frozen=True)
 class TorchArchive:
     """A torch file before it is written: one run of bytes in `layout`, which `weave_bytes` yields."""
@@ -558,25 +467,42 @@ class TorchArchive:
     specs: tuple[Spec, ...]
     starts: tuple[int, ...]
     layout: Layout
-    records: tuple[_ZipRecord, ...]
+    between: tuple[bytes, ...]  # the bytes before each tensor, and those between the last one and the directory
+    directory: bytes  # of the zip file; the checksums of tensors are missing
 
     def weave_bytes(self, chunks: Iterable[tuple[int, int]]) -> Iterator[bytes | tuple[int, int]]:
         """The file's bytes in order; `chunks` are (address, bytes) of the tensors' bytes in order of `specs`."""
-        feed, checksums = iter(chunks), []
-        for record in self.records:
-            yield record.header_bytes
-            checksum, missing = zlib.crc32(record.data or b""), record.size_bytes
-            if record.data is not None:
-                yield record.data
-                missing = 0
+        feed, checksums = iter(chunks), list[int]()
+        yield self.between[0]
+        for spec, after in zip(self.specs, self.between[1:], strict=True):
+            checksum, missing = 0, spec.size_bytes
             while missing:
                 address, size = next(feed)
                 checksum = zlib.crc32((ctypes.c_char * size).from_address(address), checksum)
                 yield address, size
                 missing -= size
-            yield record.tail_bytes(checksum)
             checksums.append(checksum)
-        yield _zip_directory(self.records, checksums)
+            yield _SUM.pack(_SUM_MAGIC, checksum) + after[_SUM.size :] if spec.size_bytes else after
+        yield self._summed_directory(checksums)
+
+    def _summed_directory(self, checksums: Sequence[int]) -> bytes:
+        """The directory with the checksums of the tensors."""
+        names = {f"{_ARCHIVE}/data/{index}".encode(): checksum for index, checksum in enumerate(checksums)}
+        found, at = bytearray(self.directory), 0
+        while found.startswith(_ENTRY_MAGIC, at):
+            lengths = struct.unpack_from("<HHH", found, at + 28)  # of name, extra field and comment
+            name = bytes(found[at + 46 : at + 46 + lengths[0]])
+            if name in names:
+                struct.pack_into("<I", found, at + 16, names[name])
+            at += 46 + sum(lengths)
+        return bytes(found)
+
+
+def _unset_tensor(spec: Spec) -> Tensor:
+    """A tensor whose memory is reserved and never touched, not even by deterministic algorithms, which fill it."""
+    like = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+    empty = torch.empty(0, dtype=like.dtype, device="cpu")
+    return empty.set_(torch.UntypedStorage(spec.size_bytes), 0, spec.shape, like.stride())  # type: ignore[call-overload]
 
 
 def lay_out_torch(
@@ -584,37 +510,28 @@ def lay_out_torch(
 ) -> TorchArchive:
     """A file that `torch.load` reads as a dict of tensors; `ties` are further names of a tensor.
 
-    `metadata` is not stored. Raises SelectionError naming dtypes that torch cannot save.
+    torch itself writes all but the tensors' bytes and their checksums, to a sparse temporary file. `metadata` is not
+    stored. Raises SelectionError naming dtypes that torch cannot save.
     """
     foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in ITEM_BYTES]
     if foreign:
         raise SelectionError(f"{listing(foreign, ', ')}: torch has no such type; convert it first")
-    stands = {spec.name: _TensorStand(_StorageStand(index, spec)) for index, spec in enumerate(specs)}
+    stands = {spec.name: _unset_tensor(spec) for spec in specs}
     stands |= {name: stands[kept] for name, kept in (ties or {}).items()}
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=2).dump(stands)
-    contents: list[tuple[str, int, bytes | None]] = [("data.pkl", 0, buffer.getvalue())]
-    contents += [(".format_version", 0, b"1"), (".storage_alignment", 0, b"64"), ("byteorder", 0, b"little")]
-    contents += [(f"data/{index}", spec.size_bytes, None) for index, spec in enumerate(specs)]
-    contents += [("version", 0, b"3\n")]
-    records: list[_ZipRecord] = []
-    for name, size, data in contents:
-        start = records[-1].end_offset if records else 0
-        records.append(_ZipRecord(f"archive/{name}", size if data is None else len(data), start, data))
-    starts = tuple(r.header_start + len(r.header_bytes) for r in records if r.data is None)
-    size = records[-1].end_offset + len(_zip_directory(records, [0] * len(records)))
-    body = Spec("archive", (size,), "uint8")
-    return TorchArchive(tuple(specs), starts, Layout(b"", (body,), (0,), size), tuple(records))
-
-
-def _zip_directory(records: Sequence[_ZipRecord], checksums: Sequence[int]) -> bytes:
-    start = records[-1].end_offset
-    entries = b"".join(record.directory_entry(checksum) for record, checksum in zip(records, checksums, strict=True))
-    count, size = len(records), len(entries)
-    ends = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 0, 45, 0, 0, count, count, size, start)
-    ends += struct.pack("<4sIQI", b"PK\6\7", 0, start + size, 1)
-    few, small, near = min(count, 0xFFFF), min(size, _LARGE), min(start, _LARGE)
-    return entries + ends + struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, few, few, small, near, 0)
+    with temporary_store() as room, torch.serialization.skip_data():
+        path = room.path(f"{_ARCHIVE}.pt")
+        torch.save(stands, path)
+        with closing(RawFile(open_local_file(path), mapped=False)) as file:
+            archive = _TorchRecords(file, 0, file.size_bytes)
+            records = [archive.record(f"data/{index}") for index in range(len(specs))]
+            edges = [0, *(edge for record in records for edge in (record.start, record.end)), archive.directory_start]
+            between = tuple(
+                bytes(file.bytes(low, high - low)) for low, high in zip(edges[::2], edges[1::2], strict=True)
+            )
+            directory = bytes(file.bytes(edges[-1], file.size_bytes - edges[-1]))
+            body = Spec("archive", (file.size_bytes,), "uint8")
+    starts = tuple(record.start for record in records)
+    return TorchArchive(tuple(specs), starts, Layout(b"", (body,), (0,), body.size_bytes), between, directory)
 
 
 _STREAM_BYTES = 8 << 20  # read at a time from afar
