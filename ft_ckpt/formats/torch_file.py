@@ -502,7 +502,7 @@ def _unset_tensor(spec: Spec) -> Tensor:
     """A tensor whose memory is reserved and never touched, not even by deterministic algorithms, which fill it."""
     like = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
     empty = torch.empty(0, dtype=like.dtype, device="cpu")
-    return empty.set_(torch.UntypedStorage(spec.size_bytes), 0, spec.shape, like.stride())  # type: ignore[call-overload]
+    return empty.set_(torch.UntypedStorage(spec.size_bytes), 0, spec.shape, like.stride())  # type: ignore[no-untyped-call]
 
 
 def lay_out_torch(
