@@ -69,6 +69,11 @@ def digest_of_open(file: Readable, record: FileRecord) -> str:
     return _read_digest(file, record.cuts, record.ranks)
 
 
+def new_digest() -> xxhash.xxh3_128:
+    """The digest of no bytes yet."""
+    return xxhash.xxh3_128()
+
+
 def digest_problem(record: FileRecord, digest: str) -> str | None:
     """The difference between `digest` and the record of a file, in words; None without one."""
     if digest == record.digest:
@@ -93,7 +98,7 @@ class RunningDigest:
     """The digest of a file whose bytes arrive in file order, computed as for its record."""
 
     def __init__(self, size_bytes: int, cuts: Sequence[Cut] = (), ranks: int = 1) -> None:
-        self.states = [xxhash.xxh3_128() for _ in range(ranks)]
+        self.states = [new_digest() for _ in range(ranks)]
         self.parts = rank_parts(cuts, size_bytes)
         self.at, self.stop, self.owner = 0, 0, 0  # the next byte; end and rank of its part
 
