@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.storage.read_ahead import Block, Memory, address_of, new_block, new_block_of
+from ft_ckpt.storage.read_ahead import Block, BlockKeeper, Memory, address_of, new_block, new_block_of
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -175,8 +175,8 @@ def host_pieces(flat: Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[Tensor
             _arrived_piece(piece, moment)
 
 
-class PinnedBlocks:
-    """A `BlockKeeper` of pinned blocks, whose bytes `devices` copy on this thread's streams."""
+class PinnedBlocks(BlockKeeper):
+    """Pinned blocks, whose bytes `devices` copy on this thread's streams."""
 
     def __init__(self, devices: frozenset[torch.device]) -> None:
         self.devices = devices

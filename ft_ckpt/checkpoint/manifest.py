@@ -11,6 +11,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from datetime import datetime, timezone
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
@@ -211,6 +212,15 @@ class Manifest:
     made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from: an average, a merge
     token: str | None = None  # in a bucket, unique for each save: concurrent saves never write equal manifests
     format_version: int = FORMAT_VERSION
+
+
+def parse_time(created: str) -> datetime | None:
+    """The time of an ISO 8601 text, in UTC if it has no zone; None if it is invalid."""
+    try:
+        then = datetime.fromisoformat(created.replace("Z", "+00:00"))
+        return then.astimezone(timezone.utc) if then.tzinfo else then.replace(tzinfo=timezone.utc)
+    except (OverflowError, ValueError):  # also outside of the years that datetime has
+        return None
 
 
 def manifest_to_json(manifest: Manifest) -> str:

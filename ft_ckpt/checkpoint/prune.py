@@ -30,7 +30,7 @@ from ft_ckpt.checkpoint.delete import (
     without_state,
 )
 from ft_ckpt.checkpoint.guards import CLOCK, is_mark, may_live, store_time
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, parse_time
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import CheckpointError, NoSpaceError, UnreadableError
 from ft_ckpt.messages import LOG, warn
@@ -322,13 +322,11 @@ def _held_checkpoint(
 
 
 def _created_seconds(store: Store, created: str) -> float:
-    """Unix time of an ISO 8601 text (UTC if it has no zone); of the manifest's last change if `created` is invalid."""
-    try:
-        then = datetime.fromisoformat(created.replace("Z", "+00:00"))
-        return (then.astimezone(timezone.utc) if then.tzinfo else then.replace(tzinfo=timezone.utc)).timestamp()
-    except (OverflowError, ValueError):
-        found = store.stat(MANIFEST_NAME)
-        return 0.0 if found is None else found.modified
+    """Unix time of `created`; of the manifest's last change if it is invalid."""
+    if (then := parse_time(created)) is not None:
+        return then.timestamp()
+    found = store.stat(MANIFEST_NAME)
+    return 0.0 if found is None else found.modified
 
 
 def _run_plan(root: Place, make_plan: Callable[[RunFolder], PrunePlan], *, dry_run: bool = False) -> PruneReport:

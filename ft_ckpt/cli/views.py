@@ -12,7 +12,7 @@ from typing import Any
 from ft_ckpt.checkpoint import guards
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, VerifyReport
 from ft_ckpt.checkpoint.delete import STATE
-from ft_ckpt.checkpoint.manifest import PartRecord
+from ft_ckpt.checkpoint.manifest import PartRecord, parse_time
 from ft_ckpt.cli.options import print_lines, print_path
 from ft_ckpt.config import human_size
 from ft_ckpt.messages import printable
@@ -217,21 +217,13 @@ def human_shape(shape: tuple[int, ...]) -> str:
 
 def human_moment(created: str) -> str:
     """An ISO 8601 time to the second, in UTC; the unchanged text if it is not a time."""
-    then = _parse_moment(created)
+    then = parse_time(created)
     return created if then is None else f"{then:%Y-%m-%d %H:%M:%S} UTC"
-
-
-def _parse_moment(created: str) -> datetime | None:
-    try:
-        then = datetime.fromisoformat(created.replace("Z", "+00:00"))
-        return then.astimezone(timezone.utc) if then.tzinfo else then.replace(tzinfo=timezone.utc)
-    except (OverflowError, ValueError):  # not a time, or outside of the years that datetime has
-        return None
 
 
 def _age_text(created: str) -> str:
     """The age of an ISO 8601 time in its largest unit; the unchanged text if it is not a time."""
-    then = _parse_moment(created)
+    then = parse_time(created)
     if then is None:
         return created
     seconds = max(0, (datetime.now(timezone.utc) - then).total_seconds())

@@ -40,7 +40,7 @@ from ft_ckpt.saving.plan import SavePlan, SaveRequest, plan_save
 from ft_ckpt.saving.write import SharedFolders, StagedSave
 from ft_ckpt.schedule import History, after_commit
 from ft_ckpt.storage.digests import chunk_of_rank
-from ft_ckpt.storage.store import SharedStore
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.training.items import optimizers_among, run_items
 from ft_ckpt.training.run import TrainingRun
 
@@ -195,7 +195,7 @@ def plan_copies(
 
     `owned`: ids of the tensors that only the steps of watched optimizers change.
     """
-    has_one_writer = ranks.size > 1 and not isinstance(request.target.folder, SharedStore)  # each file
+    has_one_writer = ranks.size > 1 and not isinstance(request.target.folder, LocalStore)  # each file
     gathers: dict[int, tuple[Source, ...]] = {}
     if has_one_writer:
         by_writer = _by_writer(plan, ranks, config)

@@ -29,9 +29,9 @@ from ft_ckpt.saving.plan import BaseSamples, SavePlan, SaveRequest, manifest_of,
 from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.saving.write import SaveJob, SharedFolders, StagedSave, prepare_stage, write_tensors, written_files
 from ft_ckpt.storage.digests import FileRecord, read_record
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.scratch import local_folder
-from ft_ckpt.storage.store import SharedStore
 from ft_ckpt.training.items import name_differing_tensors
 from ft_ckpt.transfer.push import PendingPush
 
@@ -225,7 +225,7 @@ def _describe_save(
         "tensors": xxhash.xxh3_64_hexdigest(names.encode()),  # names, shapes and dtypes in all files
         "state_dict": request.state_dict is not None,
         "samples": staged.plan.samples,
-        "stage": store.url if isinstance(store, SharedStore) else None,  # in which ranks may write files together
+        "stage": store.url if isinstance(store, LocalStore) else None,  # in which ranks may write files together
         "offers": {path: [offer.ranks, offer.digests] for path, offer in staged.offers.items()},
         "replicas": replicas.digests_by_place(digests),
     }

@@ -25,8 +25,9 @@ from ft_ckpt.formats.registry import DEFAULT_FORMAT, TensorFormat, format_named
 from ft_ckpt.formats.safetensors_file import shard_index, split_into_files
 from ft_ckpt.model.entries import Entry, Group, Part
 from ft_ckpt.storage.digests import Cut, FileRecord, chunk_of_rank, joined_digest
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.read_ahead import BLOCK_BYTES
-from ft_ckpt.storage.store import SharedStore, Store, is_utf8
+from ft_ckpt.storage.store import Store, is_utf8
 from ft_ckpt.storage.writer import Region, Writer, digest_regions, region_of
 
 _SLICE = 4 << 20  # elements converted at a time
@@ -280,7 +281,7 @@ def file_record(share: Share, digests: Sequence[str]) -> FileRecord:
     )
 
 
-def write_own_bytes(share: Share, store: SharedStore, ranks: Ranks, writer: Writer, bucket_bytes: int) -> str:
+def write_own_bytes(share: Share, store: LocalStore, ranks: Ranks, writer: Writer, bucket_bytes: int) -> str:
     """Write this rank's bytes of one file and return their digest. Collective where tensors are gathered on rank 0.
 
     Stops when another rank has failed: with NoSpaceError if that rank's disk is full, else with RankError.

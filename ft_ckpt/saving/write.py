@@ -30,7 +30,7 @@ from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.storage.digests import FileRecord, record_of
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.scratch import track_progress
-from ft_ckpt.storage.store import SharedStore, Store
+from ft_ckpt.storage.store import Store
 from ft_ckpt.storage.writer import Region, Writer, WriteTuning, tuning_for
 
 _MANIFEST_BYTES = 16 << 20  # reserved in the check of free space
@@ -205,7 +205,7 @@ def _choose_writers(job: SaveJob) -> dict[str, int]:
     config, target = job.config, job.request.target
     planned = [file for one in job.plan.plans for file in one.files]
     size = sum(file.layout.size_bytes for file in planned)
-    alone = config.each_rank_writes == "off" or isinstance(target.folder, SharedStore)
+    alone = config.each_rank_writes == "off" or isinstance(target.folder, LocalStore)
     alone = alone or (config.each_rank_writes == "auto" and size < files.LEAST_BYTES)
     alone = alone or job.state_dict
     writers = dict(zip((f.path for f in planned), files.assign_writers(planned, job.ranks.size), strict=True))

@@ -93,12 +93,18 @@ class LocalStore:
         return self._begin_file(name, size_bytes)
 
     def allocate(self, name: str, size_bytes: int) -> None:
+        """Allocate the space of the file that will be `share`d under this name; creates it if it does not exist."""
         path = self.path(name)
         with explained(path):
             self._make_parents(path)
         allocate_file(path, size_bytes, self.access)
 
     def share(self, name: str, size_bytes: int) -> LocalWriting:
+        """Open a file of which other processes write other ranges; the first process creates it.
+
+        It is visible from the start. `finish` makes the bytes of this process durable and does not check that all bytes
+        were written; `abandon` keeps the file.
+        """
         return self._begin_file(name, size_bytes, self.path(name), shared=True)
 
     def list(self, prefix: str = "") -> list[Stored]:

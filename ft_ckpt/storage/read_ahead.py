@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.storage.libc import cached_bytes
@@ -33,33 +33,18 @@ _SECOND = ("memory.max", "memory.current", "inactive_file")  # limit, usage, rec
 _FIRST = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")  # in version 1 of control groups
 
 
-class BlockKeeper(Protocol):
-    """Allocates the blocks that are read into, and tracks how long their bytes are in use."""
+class BlockKeeper:
+    """Allocates the blocks that are read into, and tracks how long their bytes are in use: here, only while passed on."""
 
     def make_block(self, size_bytes: int) -> Memory:
         """New memory, preferably page-aligned."""
-        ...
-
-    def leave_block(self, block: Memory) -> None:
-        """Its bytes have been passed on, and may still be copied from it."""
-        ...
-
-    def await_block(self, block: Memory) -> None:
-        """Wait until all copies from it are done; it is filled again, or freed. In any thread."""
-        ...
-
-
-class PlainBlocks:
-    """Blocks whose bytes are consumed at once."""
-
-    def make_block(self, size_bytes: int) -> Memory:
         return new_block(size_bytes)
 
     def leave_block(self, block: Memory) -> None:
-        """Nothing is left to do with them."""
+        """Its bytes have been passed on, and may still be copied from it."""
 
     def await_block(self, block: Memory) -> None:
-        """Nobody copies from it."""
+        """Wait until all copies from it are done; it is filled again, or freed. In any thread."""
 
 
 def new_block(size_bytes: int = BLOCK_BYTES) -> Block:
@@ -185,7 +170,7 @@ def read_ahead(
     `keeper` allocates the blocks, and keeps them while their bytes are copied. Raises CorruptError when a file is too
     short, cannot be read, or has changed since it was opened.
     """
-    keeper = keeper or PlainBlocks()
+    keeper = keeper or BlockKeeper()
     runs = iter(runs)
     begin = next(runs, None)
     if begin is None:

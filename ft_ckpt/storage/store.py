@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from ft_ckpt.errors import ConfigError, CorruptError, damaged_input
 
@@ -184,23 +184,6 @@ class Store(Protocol):
 
     def free_bytes(self) -> int | None:
         """Bytes that can still be written; None if there is no limit."""
-        ...
-
-
-@runtime_checkable
-class SharedStore(Store, Protocol):
-    """A store in which several processes may write ranges of one object, in place."""
-
-    def allocate(self, name: str, size_bytes: int) -> None:
-        """Allocate the space of the object that will be `share`d under this name; creates it if it does not exist."""
-        ...
-
-    def share(self, name: str, size_bytes: int) -> Writable:
-        """Open an object of which other processes write other ranges; the first process creates it.
-
-        It is visible from the start. `finish` makes the bytes of this process durable and does not check that all bytes
-        were written; `abandon` keeps the object.
-        """
         ...
 
 

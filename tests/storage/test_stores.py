@@ -14,7 +14,7 @@ from ft_ckpt.errors import ConfigError, CorruptError, NoSpaceError, TargetError,
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place, open_store
-from ft_ckpt.storage.store import SharedStore, is_inside
+from ft_ckpt.storage.store import is_inside
 
 
 class TestLocalStore(StoreContract):
@@ -129,9 +129,9 @@ def test_a_read_only_folder_is_said(local):
 
 def test_several_write_ranges_of_one_file(local):
     """Each its own, whoever comes first and whoever takes the room; the ends share disk blocks."""
-    assert isinstance(local, SharedStore)
+    assert isinstance(local, LocalStore)
     pytest.importorskip("obstore")
-    assert not isinstance(new_bucket(), SharedStore)
+    assert not isinstance(new_bucket(), LocalStore)
     data, cuts = os.urandom(40_000), [0, 9_999, 10_001, 40_000]
     for direct_bytes in (None, 0):
         store = replace(local, direct_bytes=direct_bytes)
