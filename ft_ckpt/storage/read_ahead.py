@@ -34,7 +34,7 @@ _FIRST = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file
 
 
 class BlockKeeper:
-    """Allocates the blocks that are read into, and tracks how long their bytes are in use: here, only while passed on."""
+    """Allocates the blocks that are read into, and tracks how long they are in use: here, only while passed on."""
 
     def make_block(self, size_bytes: int) -> Memory:
         """New memory, preferably page-aligned."""
