@@ -27,14 +27,13 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, checked_sizes
 from ft_ckpt.formats.pickles import Passive
-from ft_ckpt.formats.tensor_file import RawFile
+from ft_ckpt.formats.tensor_file import RawFile, read_in_steps
 from ft_ckpt.formats.torch_file import TensorPlace, kind_of_leaf, load_torch_pickle, load_torch_zip, row_major
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.scratch import check_files_inside
 from ft_ckpt.storage.store import Store, is_inside
 
 METADATA = ".metadata"
-_READ_BYTES = 16 << 20
 Places = tuple[int, ...]
 
 
@@ -273,7 +272,8 @@ def write_dcp(folder: Path, specs: Sequence[Spec], read: Callable[[str, int, int
         def resolve_data(self, item: Any) -> Tensor:
             while held:
                 held.pop().untyped_storage().resize_(0)  # torch.save leaves it in a reference cycle
-            held.append(_read_in_steps(self.state_dict[item.index.fqn], item.index.fqn, read))
+            like = self.state_dict[item.index.fqn]
+            held.append(read_in_steps(read, item.index.fqn, 0, like.numel(), like.dtype).view(like.shape))
             return held[0]
 
     stands = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs}
@@ -297,11 +297,3 @@ def _raised_as_ours(folder: Path) -> Iterator[None]:
             raise cause from error
         reasons = listing([shown(cause) for cause in causes])
         raise TargetError(f"{folder}: torch.distributed.checkpoint cannot write it ({reasons})") from error
-
-
-def _read_in_steps(like: Tensor, name: str, read: Callable[[str, int, int], Tensor]) -> Tensor:
-    data = torch.empty(like.numel(), dtype=like.dtype)
-    step = max(1, _READ_BYTES // like.itemsize)
-    for low in range(0, like.numel(), step):
-        data[low : low + step] = read(name, low, min(low + step, like.numel()))
-    return data.view(like.shape)

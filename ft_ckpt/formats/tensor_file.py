@@ -401,7 +401,7 @@ def as_tensor(values: Any) -> torch.Tensor:
 
 ZIP_MAGIC = b"PK\3\4"
 _HEAD = struct.Struct("<4s22xHH")  # of a record: signature, lengths of its name and of the extra field
-_STEP_BYTES = 8 << 20
+_STEP_BYTES = 16 << 20
 
 
 @dataclass(eq=False)
@@ -593,6 +593,17 @@ class MemoryFile:
 
     def close(self) -> None:
         self.tensors = {}
+
+
+def read_in_steps(
+    read: Callable[[str, int, int], Tensor], name: str, start: int, stop: int, dtype: torch.dtype
+) -> Tensor:
+    """Flat elements [start, stop) of tensor `name` in new memory, read by `read` in steps of 16 MiB."""
+    data, step = torch.empty(stop - start, dtype=dtype), _STEP_BYTES // dtype.itemsize
+    for low in range(start, stop, step):
+        high = min(low + step, stop)
+        data[low - start : high - start] = read(name, low, high)
+    return data
 
 
 @dataclass(eq=False)

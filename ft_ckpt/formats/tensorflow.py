@@ -27,6 +27,7 @@ from ft_ckpt.errors import (
     shown,
 )
 from ft_ckpt.formats.layout import Spec, TensorFile
+from ft_ckpt.formats.tensor_file import read_in_steps
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.scratch import check_files_inside, check_prefix_inside, local_folder
@@ -37,7 +38,6 @@ _INDEX = ".index"  # ends the name of the file that has a prefix, and of no othe
 SHARDS = "shards.json"  # in a folder of several checkpoints that we write: the prefix of each tensor
 STATE = "checkpoint"  # the file by which TensorFlow finds the newest prefix in a folder
 SHARD_BYTES = 96 << 20
-_READ_BYTES = 16 << 20
 DTYPES = {
     *("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e5m2", "float8_e4m3fn"),
@@ -245,11 +245,7 @@ def _write_parts(tf: Any, folder: Path, prefix: str, specs: Sequence[Spec], read
 def _read_array(tf: Any, spec: Spec, rows: Rows, read: Read) -> Any:
     first, last = rows or (0, spec.shape[0] if spec.shape else 1)
     row = math.prod(spec.shape[1:])
-    data = torch.empty((last - first) * row, dtype=getattr(torch, spec.dtype))
-    step = max(1, _READ_BYTES // data.itemsize)
-    for low in range(0, data.numel(), step):
-        high = min(low + step, data.numel())
-        data[low:high] = read(spec.name, first * row + low, first * row + high)
+    data = read_in_steps(read, spec.name, first * row, last * row, getattr(torch, spec.dtype))
     shape = (last - first, *spec.shape[1:]) if spec.shape else ()
     array = data.view(torch.uint8).numpy().view(tf.as_dtype(spec.dtype).as_numpy_dtype)
     return tf.constant(array.reshape(shape))

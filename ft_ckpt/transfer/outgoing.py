@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ft_ckpt.checkpoint.catalog import is_hub_name
+from ft_ckpt.checkpoint.delete import without_state
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, BaseRecord, Manifest, manifest_to_json
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.errors import CheckpointError, CorruptError, listing
@@ -71,15 +72,10 @@ def outgoing_files(held: OpenCheckpoint, *, state: bool, base_id: str | None) ->
 
 def weights_manifest(manifest: Manifest) -> Manifest:
     """The manifest without the training state."""
-    folders = [part.path for part in manifest.parts if part.kind == "state"]
-    files = tuple(
-        file
-        for file in manifest.files
-        if file.path not in _OF_RUNS and not any(file.path.startswith(f"{folder}/") for folder in folders)
-    )
-    parts = tuple(part for part in manifest.parts if part.kind != "state")
-    export = manifest.export or bool(folders)  # if pulled into its run's folder, retention keeps it
-    return replace(manifest, files=files, parts=parts, export=export)
+    bare = without_state(manifest)
+    files = tuple(file for file in bare.files if file.path not in _OF_RUNS)
+    export = manifest.export or bare.parts != manifest.parts  # if pulled into its run's folder, retention keeps it
+    return replace(bare, files=files, notes=manifest.notes, export=export)
 
 
 def is_hidden(path: str) -> bool:
