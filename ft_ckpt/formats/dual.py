@@ -2,10 +2,9 @@
 
     safetensors length and header, padded to a power of two | HDF5 metadata, our index | tensors without gaps
 
-HDF5 allows a user block of 512 * 2**n bytes ahead of its superblock: that is where the safetensors header is. For
-safetensors, all of the HDF5 metadata is one helper tensor of bytes, since that format allows no byte outside tensors.
-There is no way without it: the superblock's signature has bytes that JSON forbids, so it cannot lie in the header,
-and every byte after the header belongs to exactly one tensor.
+HDF5 allows a user block of 512 * 2**n bytes before its superblock, which contains the safetensors header. For
+safetensors, the HDF5 metadata are one helper tensor of bytes, because in that format every byte after the header
+belongs to exactly one tensor. They cannot be in the header: the superblock's signature has bytes that JSON forbids.
 """
 
 import json
@@ -30,7 +29,7 @@ def lay_out_dual(
 
     Raises SelectionError for types it cannot keep.
     """
-    lay_out_safetensors(specs, {})  # for its refusals: it has fewer types than HDF5
+    lay_out_safetensors(specs, {})  # raises for types that only HDF5 has
     content = cerebras.describe_checkpoint(tensor_file.flat_tree(specs), specs)
     return _dual_layout(specs, content, None, {**metadata, **ties})
 

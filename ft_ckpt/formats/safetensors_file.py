@@ -1,4 +1,4 @@
-"""Opens safetensors files, dual ones and sharded ones, and lays out those that hold an object."""
+"""Opens safetensors and dual files, splits tensors into shards, and lays out safetensors files of objects."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -38,9 +38,9 @@ def is_safetensors(file: RawFile) -> bool:
 
 
 def open_safetensors(raw: RawFile, verify: bool = False) -> IndexedFile:
-    """The tensors of a safetensors file, dual or not; the helper tensor of a dual one is not among its `specs`.
+    """The tensors of a safetensors or dual file, without the helper tensor of a dual file.
 
-    Raises CorruptError when its header is not sound.
+    Raises CorruptError when the header is invalid.
     """
     try:
         with damaged_input("its header"):

@@ -18,8 +18,8 @@ _MEANT_HERE = {"state", "quiet"}
 def destination_url(destination: str | Place, options: PushOptions) -> str:
     """The URL that is pushed to. Raises ConfigError for options that only repositories have."""
     plain = PushOptions()
-    odd = [one.name for one in fields(options) if getattr(options, one.name) != getattr(plain, one.name)]
-    if wrong := [name for name in odd if name not in _MEANT_HERE]:
+    given = [one.name for one in fields(options) if getattr(options, one.name) != getattr(plain, one.name)]
+    if wrong := [name for name in given if name not in _MEANT_HERE]:
         raise ConfigError(f"{destination}: {listing(wrong, ', ')}: of repositories on the Hub; leave it out here")
     return str(destination)
 
@@ -33,7 +33,7 @@ def send_checkpoint(held: OpenCheckpoint, destination: str | Place, options: Pus
 
 
 def push_report(held: OpenCheckpoint, goal: Place, report: CopyReport) -> PushReport:
-    """What a copy of an open checkpoint to `goal` came to, as the report of a push."""
+    """The report of a push, from the report of the copy of an open checkpoint to `goal`."""
     left_out = sorted({file.path for file in held.manifest.files} - set(report.files))
     return PushReport(
         path=held.location,

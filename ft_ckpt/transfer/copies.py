@@ -1,7 +1,7 @@
 """Copies a committed checkpoint between two places: whole, or not at all.
 
-Each byte is read once and compared by digest as it goes; the manifest comes last. What a checkpoint beside the new one
-has already is taken over there, and objects of one service are copied by the service.
+Each byte is read once and digested on the way; the manifest is written last. Files that a checkpoint beside the new one
+has already are linked there, and objects within one service are copied by the service.
 """
 
 import os
@@ -30,10 +30,10 @@ from ft_ckpt.storage.place import Place, open_place, source_access
 from ft_ckpt.storage.scratch import SMALL_COPY_BYTES, copy_object, track_bytes
 from ft_ckpt.storage.store import Access, Store, etag_of
 
-_SMALL_AT_ONCE = 8  # small files under way; of large ones several parts are
+_SMALL_AT_ONCE = 8  # small files copied in parallel; of a large file, several parts are
 _EARLIER = 8  # newest checkpoints at the destination that files are taken over from
-_OF_COMMITS = {"files", "token"}  # fields of a manifest that say more than content: which commit wrote it, and how
-_WORTH_LOOKING_BYTES = 1 << 20  # of a file: smaller ones are sent before they are found
+_OF_COMMITS = {"files", "token"}  # fields of a manifest that depend on the commit, not only on the content
+_WORTH_LOOKING_BYTES = 1 << 20  # of a file: sending smaller ones takes less time than searching for them
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class CopyReport:
     bytes: int
     """Size of the files, in bytes."""
     sent_bytes: int
-    """Of them those that were read here and written there."""
+    """Of these, the bytes that were read here and written there."""
     reused: tuple[str, ...]
     """Files that the destination had already, in another checkpoint of the same folder."""
     seconds: float
-    """How long it took."""
+    """Duration."""
 
 
 def copy(
@@ -63,11 +63,11 @@ def copy(
 ) -> CopyReport:
     """Copy the committed checkpoint `source` to `destination`; both are paths or URLs, also of different buckets.
 
-    After a destination that ends in a slash comes the name of the source. All digests are compared on the way, the
+    The name of the source is appended to a destination that ends in a slash. All digests are compared on the way, the
     manifest is written last. Files of 1 MiB or more that one of the newest checkpoints beside the destination has are
-    not sent again: they get another name there (a hard link) and are read there, or are copied by the service. Pins and
-    leases are not copied. A copy that fails leaves nothing that is a checkpoint; the next one starts afresh. The same
-    checkpoint, if it is there already, is left as it is.
+    not sent again: they are hard-linked and read there, or copied by the service. Pins and leases are not copied. A
+    failed copy leaves no checkpoint; the next one starts from the beginning. If the same checkpoint is there already,
+    nothing changes.
 
     Raises NotACheckpointError when nothing is committed at `source`, CorruptError when its files differ from its
     manifest, NameTakenError when something else is at `destination` and `overwrite` is False, TargetError or
@@ -79,7 +79,7 @@ def copy(
 
 
 def destination_place(destination: str | os.PathLike[str] | Place, source: Place) -> Place:
-    """The place that a copy of `source` is made at: in the folder `destination` where that ends in a slash."""
+    """The place of a copy of `source`: `destination`, or inside it if it ends in a slash."""
     place = open_place(destination)
     inside = isinstance(destination, str) and destination.endswith("/")
     return Place(place.folder, source.last_step) if inside else place
@@ -97,8 +97,8 @@ def copy_open(
 ) -> CopyReport:
     """Copy what `manifest` lists of an open checkpoint to `goal`, see `copy`.
 
-    With `renews` the digests of a copy that is there already are compared, and a damaged one is copied anew. `heed` is
-    called ahead of each piece of a file, in several threads; what it raises ends the copy.
+    With `renews`, the digests of an existing copy are compared, and a damaged one is replaced. `heed` is called for
+    each piece of a file, in several threads; an error that it raises ends the copy.
     """
     begun, size_bytes = time.monotonic(), sum(file.size_bytes for file in manifest.files)
     source, names = Place(held.origin).location, tuple(file.path for file in manifest.files)

@@ -1,7 +1,7 @@
-"""The cache of pulled checkpoints: a folder of this machine that keeps to a size.
+"""The cache of pulled checkpoints: a local folder of limited size.
 
-Each is a committed checkpoint, named by its content, and a file that several have is one file with several names. The
-one that was not used for the longest time goes first; never one that was used within the hour, is leased or pinned.
+Each entry is a committed checkpoint, named by its content; files that several entries share are hard links. The least
+recently used entries are deleted first, never one that was used within the hour, is leased or pinned.
 """
 
 import os
@@ -22,24 +22,24 @@ from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
 from ft_ckpt.transfer.copies import CopyReport, content_identity, content_key, copy_open, is_there
 
-_FOLDER, _SIZE = "FT_CKPT_CACHE", "FT_CKPT_CACHE_SIZE"  # variables that say where it is, and how large it may become
+_FOLDER, _SIZE = "FT_CKPT_CACHE", "FT_CKPT_CACHE_SIZE"  # environment variables: its location and largest size
 _DEFAULT_SIZE = "200GB"
 _USED = f"{PREFIX}used"  # in a cached checkpoint: its time is that of its last use
-_LOCK = f"{PREFIX}pull-"  # begins the names of files that those lock who pull the same checkpoint
+_LOCK = f"{PREFIX}pull-"  # prefix of lock files: one process at a time pulls a checkpoint
 _IN_USE_SECONDS = 3600.0
 _POLL_SECONDS = 0.2
 
 
 def cache_folder() -> Path:
-    """Where pulled checkpoints are kept: FT_CKPT_CACHE, else ft_ckpt in the user's folder of caches."""
+    """The folder of the cache: FT_CKPT_CACHE, else ft_ckpt in the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get(_FOLDER) or Path(home, "ft_ckpt"))
 
 
 def pull_cached(held: OpenCheckpoint, manifest: Manifest) -> CopyReport:
-    """The checkpoint in the cache; it is fetched where it is not there whole. Of several processes one fetches.
+    """The checkpoint in the cache; fetched, by one process at a time, if it is missing or damaged there.
 
-    Raises ConfigError for a size that cannot be, else what `copies.copy` does.
+    Raises ConfigError for an invalid size, and what `copies.copy` raises.
     """
     most_bytes = parse_size(os.environ.get(_SIZE) or _DEFAULT_SIZE)
     cache = LocalStore(cache_folder())
@@ -53,9 +53,9 @@ def pull_cached(held: OpenCheckpoint, manifest: Manifest) -> CopyReport:
 
 
 def make_room_in(cache: LocalStore, most_bytes: int, coming: Manifest) -> None:
-    """Delete what was not used for the longest time, until the cache has at most `most_bytes` with the `coming` one.
+    """Delete the least recently used checkpoints until the cache has at most `most_bytes`, including the `coming` one.
 
-    What cannot be deleted stays.
+    Checkpoints that cannot be deleted stay.
     """
     infos = [info for info in list_checkpoints(cache.folder).found if info.store.identity != cache.identity]
     new, young = {content_key(file): file.size_bytes for file in coming.files}, time.time() - _IN_USE_SECONDS
@@ -73,14 +73,14 @@ def _last_use(info: CheckpointInfo) -> float:
 
 
 def _distinct_bytes(infos: Iterable[CheckpointInfo], new: dict[tuple[str, int], int]) -> int:
-    """Bytes of all files, those of one content once: they are one file with several names."""
+    """Bytes of all files; files of the same content, which are hard links, count once."""
     files = {content_key(file): file.size_bytes for info in infos for file in info.manifest.files}
     return sum({**files, **new}.values())
 
 
 @contextmanager
 def _sole_puller(cache: LocalStore, name: str) -> Iterator[None]:
-    """Wait until no other process pulls `name`, and keep them off while the block runs; without locks all do."""
+    """Hold the lock for pulling `name` while the block runs; on file systems without locks, nothing is locked."""
     lock = f"{_LOCK}{name}"
     while True:
         with suppress(NameTakenError):

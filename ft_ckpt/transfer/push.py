@@ -170,20 +170,20 @@ def push(
 ) -> PushReport | PendingPush:
     """Push the committed `checkpoint` to a model repository on the Hub, as one commit; it is leased meanwhile.
 
-    `destination` is "user/name", or "hf://user/name[@revision][/folder]". A repository or branch that is not there is
-    made, `private` if that is True. All digests are compared first. Sent are weights, configs, tokenizer and a manifest
-    of just these: no training state unless `state` is True, and no path of this machine; `base_id` is the name of the
-    base model that takes the place of one. The text of a card that is there stays, its metadata are brought up to date.
-    Weights of older checkpoints that readers would mix up with these are deleted by the same commit. What is there
-    already is not sent again: then no commit is made.
+    `destination` is "user/name", or "hf://user/name[@revision][/folder]". A missing repository or branch is created, as
+    a private one if `private` is True. All digests are compared first. Pushed are weights, configs, tokenizer and a
+    manifest of these files: no training state unless `state` is True, and no paths of this machine, which `base_id`,
+    the name of the base model, replaces. An existing model card keeps its text; its metadata are updated. Weights of
+    older checkpoints that readers would confuse with these are deleted by the same commit. Existing files are not sent
+    again; if nothing changes, there is no commit.
 
-    A `destination` in a bucket ("s3://...", or a `Place` there) gets a copy, as `copy` makes it, also without the
-    state; there is no `revision`, `private`, `token`, `base_id` or `message` then. What is in a bucket itself is pulled
-    into the cache before it is pushed to the Hub.
+    A `destination` in a bucket ("s3://...", or a `Place` there) gets a copy as by `copy`, also without the state;
+    `revision`, `private`, `token`, `base_id` and `message` do not apply. A checkpoint in a bucket is pulled into the
+    cache before it is pushed to the Hub.
 
-    With `background` the answer is a handle at once; pushes go one after the other, and a failed one is warned of.
+    With `background` a handle is returned at once; pushes run one after the other, and a failure is a warning.
 
-    Raises ConfigError for a destination that cannot be, NotACheckpointError when nothing is committed at `checkpoint`,
+    Raises ConfigError for an invalid destination, NotACheckpointError when nothing is committed at `checkpoint`,
     CorruptError when its files differ from its manifest, TargetError when the Hub refuses or is not reached; then the
     repository is as it was.
     """
@@ -211,7 +211,7 @@ def begin_push(checkpoint: Checkpoint, destination: str | Place, options: PushOp
 
 
 def push_goal(destination: str, **options: Any) -> str | Place:
-    """Where to push to, in a bucket with a client of these `options`. Raises ConfigError for what cannot be."""
+    """The destination of a push; in a bucket, with a client of these `options`. Raises ConfigError if it is invalid."""
     goal = open_place(destination, **options) if is_url(destination) else destination
     _module_for(goal).destination_url(goal, PushOptions())
     return goal
@@ -226,18 +226,17 @@ def pull(
 ) -> PullReport:
     """Fetch the checkpoint at `source` into `folder`, or, from a bucket, into the cache; its path is in the report.
 
-    `source` is "hf://user/name[@revision][/folder]", of which all comes from one commit, or the URL or `Place` of a
-    checkpoint in a bucket. With a manifest every file is compared with it, and the checkpoint is committed as a save
-    would be, or not at all. What has none is fetched from the Hub as it is. `folder` must be new or empty; `overwrite`
-    lets a checkpoint take the place of another.
+    `source` is "hf://user/name[@revision][/folder]", all of one commit, or the URL or `Place` of a checkpoint in a
+    bucket. With a manifest, every file is compared with it, and the checkpoint is committed like a save, or not at all.
+    Files on the Hub without a manifest are fetched as they are. `folder` must be new or empty; with `overwrite`, a
+    checkpoint may replace another one.
 
-    Without `folder` a checkpoint in a bucket comes into the cache: ~/.cache/ft_ckpt, or the folder that FT_CKPT_CACHE
-    names. What is there is compared and not fetched again, nor are files of 1 MiB or more that another checkpoint there
-    has; of several processes that pull it one fetches. Nothing in it should be changed. Checkpoints that were not
-    pulled for the longest time are deleted for new ones once it has 200 GB, or what FT_CKPT_CACHE_SIZE says; none that
-    was pulled within the hour, is pinned or in use.
+    Without `folder`, a checkpoint in a bucket is fetched into the cache: ~/.cache/ft_ckpt, or the folder FT_CKPT_CACHE.
+    An entry of the cache is compared and not fetched again, nor are files of 1 MiB or more that another entry has; of
+    several processes one fetches. Do not change files in the cache. The least recently pulled checkpoints are deleted
+    when the cache exceeds 200 GB, or FT_CKPT_CACHE_SIZE; none that was pulled within the hour, is pinned or in use.
 
-    Raises ConfigError for a source that cannot be, MissingError when there is no such repository, revision or folder,
+    Raises ConfigError for an invalid source, MissingError when there is no such repository, revision or folder,
     NotACheckpointError when nothing is committed there in a bucket, UnreadableError when the Hub is not reached,
     CorruptError or ManifestError when files and manifest differ, NameTakenError when `folder` is taken, TargetError or
     NoSpaceError when it cannot be written.
