@@ -221,12 +221,14 @@ def prune_after_save(
     keep: Keep | None,
     run_id: str,
     protect: tuple[Path | Place, ...],
+    newest_path: Path | Place | None = None,
 ) -> None:
     """Prune a run after a save; failures are warnings and never end the run."""
     if root is None or keep is None:
         return
     try:
-        problems = prune_run(root, keep, run_id=run_id, protect=protect).problems
+        saved = () if newest_path is None else (newest_path,)
+        problems = prune_run(root, keep, run_id=run_id, protect=(*saved, *protect)).problems
     except Exception as error:  # noqa: BLE001 - the checkpoint is safe, and the next sweep tries again
         problems = (str(error),)
     for problem in problems:
