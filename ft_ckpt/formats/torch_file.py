@@ -30,6 +30,7 @@ from ft_ckpt.errors import (
     SelectionError,
     TargetError,
     damaged_input,
+    explained,
     listing,
     shown,
     system_error,
@@ -518,9 +519,17 @@ def lay_out_torch(
         raise SelectionError(f"{listing(foreign, ', ')}: torch has no such type; convert it first")
     stands = {spec.name: _unset_tensor(spec) for spec in specs}
     stands |= {name: stands[kept] for name, kept in (ties or {}).items()}
-    with temporary_store() as room, torch.serialization.skip_data():
+    with temporary_store() as room:
         path = room.path(f"{_ARCHIVE}.pt")
-        torch.save(stands, path)
+        with explained(path), path.open("xb") as file_to_be:  # a limit on the size of files is an OSError only here
+            file_to_be.truncate(sum(spec.size_bytes for spec in specs))
+        try:
+            with torch.serialization.skip_data():
+                torch.save(stands, path)
+        except RuntimeError as error:
+            raise TargetError(
+                f"{path}: torch does not write it ({shown(error)}); set TMPDIR to another folder"
+            ) from error
         with closing(RawFile(open_local_file(path), mapped=False)) as file:
             archive = _TorchRecords(file, 0, file.size_bytes)
             records = [archive.record(f"data/{index}") for index in range(len(specs))]
