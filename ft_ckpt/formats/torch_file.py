@@ -521,8 +521,8 @@ def lay_out_torch(
     stands |= {name: stands[kept] for name, kept in (ties or {}).items()}
     with temporary_store() as room:
         path = room.path(f"{_ARCHIVE}.pt")
-        with explained(path), path.open("xb") as file_to_be:  # a limit on the size of files is an OSError only here
-            file_to_be.truncate(sum(spec.size_bytes for spec in specs))
+        with explained(path), path.open("xb") as sparse:  # torch does not report that a file is too large
+            sparse.truncate(sum(spec.size_bytes for spec in specs))
         try:
             with torch.serialization.skip_data():
                 torch.save(stands, path)
