@@ -1,6 +1,6 @@
 """FSDP1 (flat parameters, cut into equal shards) and FSDP2 (DTensor).
 
-Facts are taken from the handles that FullyShardedDataParallel keeps; nothing is unsharded for it.
+Layouts are read from the handles of FullyShardedDataParallel and from DTensors; nothing is unsharded.
 """
 
 import math
@@ -39,23 +39,21 @@ class FlatParameter:
     dtype: torch.dtype
     requires_grad: bool
     first: int  # index of its first element in the unsharded flat parameter
-    members: Sequence[int] | None  # the ranks that it is cut over; None where each has all of it
-    original: Any = None  # the parameter that optimizers are given; None where that is the flat parameter itself
+    members: Sequence[int] | None  # the ranks that it is cut over; None if each has all of it
+    original: Any = None  # the parameter that optimizers get; None if that is the flat parameter itself
 
     layout = torch.strided
 
     @property
     def device(self) -> torch.device:
-        """Where its elements are."""
         return self.handle.flat_param.device  # type: ignore[no-any-return]  # as torch says
 
     def shard_buffer(self) -> Tensor:
-        """This rank's shard of the flat parameter."""
         local: Tensor | None = getattr(self.handle.flat_param, "_local_shard", None)
         return self.handle.flat_param if local is None else local
 
     def sharding(self, shard: int | None = None) -> Sharding:
-        """Its runs in the ranks' shards of `shard` elements, by default those of the flat parameter itself."""
+        """Its layout in shards of `shard` elements, by default those of the flat parameter."""
         numel = math.prod(self.shape)
         if self.members is None:
             return ReplicatedSharding((numel,))
@@ -80,15 +78,12 @@ class FSDP1Wrapper(Wrapper):
     shows_runs = True
 
     def wraps(self, module: nn.Module) -> bool:
-        """By the name of the class, because importing it is slow."""
-        return type(module).__name__ == "FullyShardedDataParallel"
+        return type(module).__name__ == "FullyShardedDataParallel"  # importing the class is slow
 
     def hides_tensors(self, module: nn.Module) -> bool:
-        """The module's parameters lie in its handle's flat parameter."""
-        return self.wraps(module)
+        return self.wraps(module)  # its parameters are in its handle's flat parameter
 
     def tensors_of_modules(self, modules: Sequence[nn.Module]) -> Mapping[tuple[int, str], FlatParameter]:
-        """The places of the original parameters in the flat ones."""
         found: dict[tuple[int, str], FlatParameter] = {}
         for module in modules:
             handle = getattr(module, "_handle", None) if self.wraps(module) else None
@@ -97,30 +92,25 @@ class FSDP1Wrapper(Wrapper):
         return found
 
     def describes(self, tensor: Any) -> bool:
-        """Whether it is a place in a flat parameter."""
         return isinstance(tensor, FlatParameter)
 
     def layout_of(self, tensor: Any) -> TensorLayout:
-        """The run of elements in each rank's shard."""
         return TensorLayout(tensor.shape, tensor.dtype, tensor.requires_grad, True, "fsdp1", tensor.sharding())
 
     def local_part(self, tensor: Any) -> Tensor | None:
-        """This rank's run in its shard of the flat parameter."""
         return tensor.local_run(tensor.shard_buffer())  # type: ignore[no-any-return]  # as FlatParameter says
 
     def optimizer_parameter(self, tensor: Any) -> Any:
-        """The original parameter, or with use_orig_params=False the whole flat one."""
         return tensor.handle.flat_param if tensor.original is None else tensor.original
 
     def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
-        """State of an original parameter is this rank's run; that of a flat parameter has runs of all in it."""
+        # State of an original parameter is this rank's run; state of a flat parameter has the runs of all parameters.
         if state is None or tensor.original is not None:
             return tensor.sharding(), None if state is None else state.detach().view(-1)
         return tensor.sharding(state.numel()), tensor.local_run(state)
 
     def drop_gradients(self, module: nn.Module) -> None:
-        """FSDP1 shows parts of the flat parameter's gradient as those of the parameters."""
-        if isinstance(flat := getattr(module, "_flat_param", None), Tensor):
+        if isinstance(flat := getattr(module, "_flat_param", None), Tensor):  # gradients of parameters are views of it
             flat.grad = None
 
 
@@ -137,100 +127,87 @@ def _parameters_of_handle(handle: Any) -> Iterator[tuple[tuple[int, str], FlatPa
     places = {}
     for info, shape, first, original in zip(flat._param_infos, flat._shapes, starts, originals, strict=True):
         wants = trainable[id(info.module)] if original is None else bool(original.requires_grad)
-        one = FlatParameter(handle, tuple(shape), flat.dtype, wants, first, members, original)
-        places[id(info.module), info.param_name] = one
+        parameter = FlatParameter(handle, tuple(shape), flat.dtype, wants, first, members, original)
+        places[id(info.module), info.param_name] = parameter
     yield from places.items()
     for shared in flat._shared_param_infos:
         yield (id(shared.module), shared.param_name), places[id(shared.prim_module), shared.prim_param_name]
 
 
 class FSDP2Wrapper(Wrapper):
-    """FSDP2 and whatever else makes torch's distributed tensors; it wraps no module, but gives modules new classes."""
+    """FSDP2 and everything else that makes DTensors. FSDP2 wraps no module, but replaces the classes of modules."""
 
     packages = ("torch.distributed.",)
     attribute_prefixes = ("_fsdp_", "_is_fsdp_", "__composable")
     layout_facts = ("shape", "dtype", "requires_grad", "device_mesh", "placements")
 
     def describes(self, tensor: Any) -> bool:
-        """Whether it is a distributed tensor."""
         return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements") and hasattr(tensor, "full_tensor")
 
     def layout_of(self, tensor: Any) -> TensorLayout:
         shape, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements)
-        here, are_some = tuple(mesh.get_coordinate() or ()), is_subset_of_ranks(mesh.size())
-        engine, sharding = _sharding_of_layout(shape, mesh, placements, here, are_some)
+        engine, sharding = _sharding_of_layout(shape, mesh, placements, is_subset_of_ranks(mesh.size()))
         is_parameter = isinstance(tensor, nn.Parameter)
         return TensorLayout(shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, engine, sharding)
 
     def local_part(self, tensor: Any) -> Tensor | None:
-        """This rank's part."""
-        with torch.no_grad():  # or torch would make a step of autograd of it
+        with torch.no_grad():  # or torch would record a step of autograd
             local = tensor.to_local().detach()
-        ready: Tensor = local.wait() if hasattr(local, "wait") else local  # still on its way when a collective made it
-        return self._as_box(tensor, ready)
-
-    def _as_box(self, tensor: Any, local: Tensor) -> Tensor:
-        """This rank's part in the shape of its box, where the layout's view splits a dimension of the tensor."""
+        ready: Tensor = local.wait() if hasattr(local, "wait") else local  # the result of a collective may be pending
         if all(map(_is_simple, tensor.placements)):
-            return local
-        return shaped_as_box(local, self.layout_of(tensor).sharding)
+            return ready
+        return shaped_as_box(ready, self.layout_of(tensor).sharding)
 
     def has_data(self, tensor: Any) -> bool:
-        """As torch's own kind of them tells at once: all of a model are asked."""
+        # The first is fast: this is called for all tensors of a model.
         return tensor._local_tensor.device.type != "meta" if type(tensor) is DTensor else super().has_data(tensor)
 
     def full_tensor(self, tensor: Any) -> Tensor:
-        """The full tensor, as torch's own gather puts it together."""
         return tensor.detach().full_tensor()  # type: ignore[no-any-return]  # a Tensor
 
     def reshard_modules(self, modules: Sequence[nn.Module]) -> None:
-        """As FSDP2 does it for a state dict.
-
-        Between a forward and what follows it, the outermost parameters are whole and in the compute dtype: copies,
-        with less precision than the shards.
-        """
-        for module in _cut_modules(modules):
+        # After a forward, the outermost parameters stay gathered: copies in the compute dtype, which is less precise.
+        for module in _fsdp_modules(modules):
             module.reshard()
         _warn_of_copies(modules)
 
     def user_class(self, cls: type) -> type:
-        """FSDP2 gives a module a class of its own that inherits from the user's."""
         return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
 
     def pending_gradients(self, modules: Sequence[nn.Module]) -> Mapping[str, PendingGradient]:
-        """FSDP2's own records of the parameters that it cuts: they keep gradients that are not yet reduced."""
-        records = {id(one.sharded_param): one for group in _parameter_groups(modules) for one in group.fsdp_params}
+        records = {id(each.sharded_param): each for group in _parameter_groups(modules) for each in group.fsdp_params}
         if not records:
             return {}
         names = {id(parameter): name for name, parameter in modules[0].named_parameters()}
-        return {names[key]: _UnreducedGradient(one) for key, one in records.items() if key in names}
+        return {names[key]: _UnreducedGradient(record) for key, record in records.items() if key in names}
 
 
-def _cut_modules(modules: Sequence[nn.Module]) -> list[FSDPModule]:
-    """The modules whose classes FSDP2 has replaced, which are few."""
+def _fsdp_modules(modules: Sequence[nn.Module]) -> list[FSDPModule]:
     kinds = {kind for kind in {*map(type, modules)} if issubclass(kind, FSDPModule)}
-    return [one for one in modules if type(one) in kinds] if kinds else []
+    return [module for module in modules if type(module) in kinds] if kinds else []
 
 
 def _parameter_groups(modules: Sequence[nn.Module]) -> list[Any]:
-    """FSDP2's records of the parameters that it gathers together."""
-    states: list[Any] = [one._get_fsdp_state() for one in _cut_modules(modules)]
+    """FSDP2's records of the parameters that are gathered together."""
+    states: list[Any] = [module._get_fsdp_state() for module in _fsdp_modules(modules)]
     groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
-    return [group for some in groups for group in some if group]
+    return [group for of_state in groups for group in of_state if group]
 
 
 def _warn_of_copies(modules: Sequence[nn.Module]) -> None:
-    """Warn of tied parameters of which FSDP2 uses two copies, and the optimizer has one.
+    """Warn of tied parameters of which FSDP2 computes with two copies, although the optimizer has only one.
 
-    Where shards are padded, as rows are that do not divide by the ranks, torch makes a copy for each of the two modules
-    that it has cut one by one. The other copy is trained by nobody and is in no state dict.
+    If shards are padded, because the rows do not divide by the ranks, torch copies a tied parameter for each module
+    that it shards. The second copy is not trained and is in no state dict.
     """
-    records = [one for group in _parameter_groups(modules) if _is_in_use(group) for one in group.fsdp_params]
-    several = {key for key, count in Counter(id(one.sharded_param) for one in records).items() if count > 1}
-    apart = {id(one.sharded_param) for one in records if id(one.sharded_param) in several and not _is_current(one)}
-    if apart:
+    # Before the first forward, copies are still to be refreshed.
+    groups = [group for group in _parameter_groups(modules) if getattr(group, "_reset_sharded_params", False)]
+    records = [record for group in groups for record in group.fsdp_params]
+    tied = {key for key, count in Counter(id(record.sharded_param) for record in records).items() if count > 1}
+    stale = {id(each.sharded_param) for each in records if id(each.sharded_param) in tied and not _is_current(each)}
+    if stale:
         named = modules[0].named_parameters(remove_duplicate=False)
-        names = [name for name, parameter in named if id(parameter) in apart]
+        names = [name for name, parameter in named if id(parameter) in stale]
         warn(
             f"{listing(names, ', ')}: tied, but FSDP2 computes with another copy that is not trained and not saved; "
             "let the rows divide by the ranks (resize_token_embeddings(pad_to_multiple_of=...)), or untie them",
@@ -238,31 +215,25 @@ def _warn_of_copies(modules: Sequence[nn.Module]) -> None:
         )
 
 
-def _is_in_use(group: Any) -> bool:
-    """Whether a forward was run: before it, copies are still to be refreshed."""
-    return bool(getattr(group, "_reset_sharded_params", False))
-
-
 def _is_current(record: Any) -> bool:
-    """Whether FSDP2's gathered copy has the values of the parameter."""
+    """Whether FSDP2's copy of the shard has the values of the parameter."""
     gathered, local = record._sharded_param_data, record.sharded_param._local_tensor
     return gathered.data_ptr() == local.data_ptr() or torch.equal(gathered[: local.numel()], local.reshape(-1))
 
 
 @dataclass(frozen=True)
 class _UnreducedGradient:
-    """The gradient of a whole parameter that FSDP2 has not yet brought together from all ranks."""
+    """The gradient of a whole parameter that FSDP2 has not yet reduced over the ranks."""
 
-    record: Any  # FSDP2's of the parameter
+    record: Any  # FSDP2's, of the parameter
 
     def read(self) -> Tensor | None:
-        """The sum of earlier backward passes, or the gradient of the one just done."""
+        # the sum of earlier backward passes, or the gradient of the last one
         pending: Tensor | None = getattr(self.record, "unsharded_accumulated_grad", None)
         whole = getattr(self.record, "_unsharded_param", None)
         return whole.grad if pending is None and whole is not None else pending
 
     def write(self, gradient: Tensor | None) -> None:
-        """As the sum of earlier passes."""
         self.record.unsharded_accumulated_grad = gradient
         if getattr(self.record, "_unsharded_param", None) is not None:
             self.record._unsharded_param.grad = None
@@ -270,34 +241,31 @@ class _UnreducedGradient:
 
 @lru_cache(maxsize=1024)  # torch counts out every index of a cut dimension; a model has few shapes and many tensors
 def _sharding_of_layout(
-    shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], here: tuple[int, ...], are_some: bool
+    shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], are_some: bool
 ) -> tuple[str, Sharding]:
-    """`here` is this rank's place in the mesh, which torch asks the mesh for; `are_some`: others hold it again."""
+    """The engine's name and the sharding. `are_some`: ranks outside of the mesh have replicas."""
     dims = tuple(p.dim % max(len(shape), 1) if hasattr(p, "dim") else None for p in placements)
     engine = "fsdp2" if {dim for dim in dims if dim is not None} <= {0} else "tensor parallel"
-    again = any(p.is_replicate() and count > 1 for p, count in zip(placements, mesh.shape, strict=True))
-    is_replicated = again or are_some
+    has_replicas = any(p.is_replicate() and count > 1 for p, count in zip(placements, mesh.shape, strict=True))
+    is_replicated = has_replicas or are_some
     if not all(_is_simple(p) or type(p).__name__ == "_StridedShard" for p in placements):
-        # A pending sum, or a kind that is not known: torch's own gather puts it together, and nothing is read into it.
-        return engine, OpaqueSharding(shape, None, is_replicated and not any(p.is_partial() for p in placements))
+        # A pending sum, or an unknown kind: torch gathers it, and nothing is read into it.
+        return engine, OpaqueSharding(shape, is_replicated and not any(p.is_partial() for p in placements))
     factors = tuple(getattr(p, "split_factor", 1) for p in placements)
     cutting = cutting_of(shape, tuple(mesh.shape), dims, factors)
     if cutting is None:
-        return engine, OpaqueSharding(shape, None, why=_unclear_cut(placements, mesh))
+        why = (
+            f"placements {placements} over {tuple(mesh.shape)} ranks do not tell which elements each has; let sizes "
+            "divide by the ranks that cut them, or cut another dimension"
+        )
+        return engine, OpaqueSharding(shape, why=why)
     return engine, MeshSharding(cutting.view, _mesh_data(mesh), cutting.cuts, is_replicated, cutting.order)
-
-
-def _unclear_cut(placements: tuple[Any, ...], mesh: Any) -> str:
-    return (
-        f"placements {placements} over {tuple(mesh.shape)} ranks do not tell which elements each has; let sizes divide "
-        "by the ranks that cut them, or cut another dimension"
-    )
 
 
 def _is_simple(placement: Any) -> bool:
     return type(placement).__name__ in {"Shard", "Replicate"}
 
 
-@lru_cache(maxsize=64)  # one entry for each mesh of a model, however many tensors; `mesh.mesh` makes a tensor each time
+@lru_cache(maxsize=64)  # `mesh.mesh` makes a tensor at each call
 def _mesh_data(mesh: Any) -> Mesh:
     return Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))

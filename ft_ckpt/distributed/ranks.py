@@ -391,7 +391,7 @@ def group_members(group: Any) -> tuple[int, ...]:
 
 
 def ranks_in_order(group: Any) -> Sequence[int]:
-    """The `group_members`, where they are evenly spaced as a range: many tensors have it, of however many ranks."""
+    """The `group_members`, as a range if they are evenly spaced: many tensors share it, and groups may be large."""
     import torch.distributed as dist
 
     known = dist.group.WORLD if group is None else group
@@ -405,20 +405,20 @@ def ranks_in_order(group: Any) -> Sequence[int]:
     return _in_order[known]
 
 
-def groups_beside(members: Sequence[int], kin: Sequence[int]) -> dict[int, tuple[int, ...]] | None:
-    """The groups of ranks in a grid: of each rank of a row, `kin`, its column, from the column of this rank, `members`.
+def column_groups(column: Sequence[int], row: Sequence[int]) -> dict[int, tuple[int, ...]] | None:
+    """The columns of a grid of ranks, by rank of this rank's `row`; all are this rank's `column`, shifted.
 
-    None where these do not make up all ranks, each once: where columns are no copies of another, some ranks further on.
+    None if these columns do not contain every rank once.
     """
     import torch.distributed as dist
 
-    found = {one: tuple(rank + one - global_rank() for rank in members) for one in kin}
+    found = {first: tuple(rank + first - global_rank() for rank in column) for first in row}
     covered = sorted(rank for group in found.values() for rank in group)
     return found if covered == [*range(dist.get_world_size() if dist.is_initialized() else 1)] else None
 
 
 def is_subset_of_ranks(count: int) -> bool:
-    """Whether `count` ranks that hold a tensor together are not all: then others hold it again."""
+    """Whether `count` is less than the number of ranks: then others have replicas of what these hold."""
     import torch.distributed as dist
 
     return dist.is_initialized() and bool(count < dist.get_world_size())

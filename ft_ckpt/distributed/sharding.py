@@ -1,11 +1,10 @@
 """How the elements of a tensor are spread over ranks (boxes, runs, flat buffers, meshes), as plain data.
 
-One frozen, hashable class for each layout. None holds a tensor: where a rank's elements lie in memory is the business
-of the tensor's owner; a `Sharding` says which elements these are.
+One frozen, hashable class for each layout. None refers to a tensor: a `Sharding` says which elements a rank has, and
+the tensor's `Source` gives their memory.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -28,11 +27,11 @@ class Runs:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Indices along one dimension that are held alike; by whom, an index for each of some dimensions of the grid."""
+    """Consecutive indices along one dimension, all on the same ranks."""
 
     low: int
     size: int
-    places: tuple[tuple[int, int], ...] = ()
+    places: tuple[tuple[int, int], ...] = ()  # (dimension of the grid, index along it) of these ranks
 
 
 def runs_over_grid(
@@ -51,16 +50,16 @@ def runs_over_grid(
     for dim, number in cuts:
         if len(stretches[dim]) * grid[number] > MOST_RUNS:
             return ()
-        stretches[dim] = [part for one in stretches[dim] for part in _cut_stretch(one, number, grid[number], sizes)]
-    last = max((dim for dim, some in enumerate(stretches) if len(some) > 1), default=0)
+        stretches[dim] = [part for whole in stretches[dim] for part in _cut_stretch(whole, number, grid[number], sizes)]
+    last = max((dim for dim, parts in enumerate(stretches) if len(parts) > 1), default=0)
     if prod(view[:last]) * len(stretches[last] if view else ()) > MOST_RUNS:
         return ()
-    rows = [[one for one in some for _ in range(one.size)] for some in stretches[:last]]  # each index by itself
+    rows = [[part for part in parts for _ in range(part.size)] for parts in stretches[:last]]  # each index by itself
     found: list[tuple[int, int]] = []  # rank, elements
-    for place in product(*rows, *stretches[last:]):
-        held = dict(chain.from_iterable(one.places for one in place))
-        number = sum(held.get(axis, 0) * prod(grid[axis + 1 :]) for axis in range(len(grid)))
-        found.append((ranks[number], prod(one.size for one in place[last:])))
+    for combination in product(*rows, *stretches[last:]):
+        place = dict(chain.from_iterable(stretch.places for stretch in combination))
+        number = sum(place.get(axis, 0) * prod(grid[axis + 1 :]) for axis in range(len(grid)))
+        found.append((ranks[number], prod(stretch.size for stretch in combination[last:])))
     return tuple(_joined_runs(found))
 
 
@@ -74,7 +73,7 @@ def _cut_stretch(stretch: _Stretch, number: int, count: int, sizes: tuple[int, .
 
 
 def _joined_runs(found: Sequence[tuple[int, int]]) -> Iterator[Runs]:
-    """As few as say the same: ranks in their order, all but the first and the last with as many elements."""
+    """The fewest runs that describe (rank, elements) pairs: consecutive ranks, equal sizes between first and last."""
     group: list[tuple[int, int]] = []
     for rank, numel in found:
         follows = bool(group) and rank == group[-1][0] + 1
@@ -103,7 +102,7 @@ class Box:
 class Sharding(Protocol):
     """Which elements of one tensor each rank holds. Over all `owners`, each element of `view` is in exactly one box.
 
-    Those that a rank has in several boxes lie in its memory as one row of elements, box after box.
+    The elements of a rank with several boxes lie in its memory as one row of elements, box after box.
     """
 
     @property
@@ -141,56 +140,32 @@ class Sharding(Protocol):
 
     @property
     def runs(self) -> tuple[Runs, ...]:
-        """All elements in their order, where boxes are few runs of these; () where they are not, or all have them.
+        """All elements in order, if the boxes form few runs; () if they do not, or if every rank has all elements.
 
-        They are those of this rank's group of replicas, which has `owners` where it is the one that contributes.
+        The ranks are those of this rank's group of replicas. Only the group that contributes has `owners`.
         """
         ...
 
 
-class OneBox(ABC):
-    """Of shardings under which what a rank has is one box, or nothing."""
-
-    def boxes(self, rank: int) -> tuple[Box, ...]:
-        """The elements that `rank` contributes to a gather."""
-        box = self.box(rank)
-        return () if box is None else (box,)
-
-    def local_boxes(self, rank: int) -> tuple[Box, ...]:
-        """The elements that `rank` has in memory, even if another rank contributes them."""
-        box = self.local_box(rank)
-        return () if box is None else (box,)
-
-    @abstractmethod
-    def box(self, rank: int) -> Box | None:
-        """The only box of `boxes`, or None."""
-
-    @abstractmethod
-    def local_box(self, rank: int) -> Box | None:
-        """The only box of `local_boxes`, or None."""
-
-
 @dataclass(frozen=True)
-class ReplicatedSharding(OneBox):
-    """Every rank has the whole tensor; rank 0's is the one that counts."""
+class ReplicatedSharding:
+    """Every rank has the whole tensor; rank 0's is stored."""
 
     view: tuple[int, ...]
     is_replicated: bool = True
     owners = (0,)
     is_sharded = is_opaque = False
-    runs = ()  # all have it
+    runs = ()
 
-    def box(self, rank: int) -> Box | None:
-        """The whole tensor on rank 0."""
-        return _whole_box(self.view) if rank == 0 else None
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        return _whole_box(self.view) if rank == 0 else ()
 
-    def local_box(self, rank: int) -> Box | None:
-        """The whole tensor."""
+    def local_boxes(self, rank: int) -> tuple[Box, ...]:
         return _whole_box(self.view)
 
 
 @dataclass(frozen=True)
-class OwnedSharding(OneBox):
+class OwnedSharding:
     """The rank `owner` alone stores the whole tensor; with None no rank has its elements."""
 
     view: tuple[int, ...]
@@ -200,26 +175,22 @@ class OwnedSharding(OneBox):
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """The owner, if there is one."""
         return () if self.owner is None else (self.owner,)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it has to come to rank 0 from elsewhere."""
         return self.owner not in (0, None)
 
     @property
     def runs(self) -> tuple[Runs, ...]:
-        """One."""
         numel = math.prod(self.view)
         return () if self.owner is None or not numel else (Runs(self.owner, numel, numel, numel),)
 
-    def box(self, rank: int) -> Box | None:
-        """The whole tensor on its owner."""
-        return _whole_box(self.view) if rank == self.owner else None
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        return _whole_box(self.view) if rank == self.owner else ()
 
-    def local_box(self, rank: int) -> Box | None:
-        """The whole tensor, on ranks that have any of it."""
+    def local_boxes(self, rank: int) -> tuple[Box, ...]:
+        """The whole tensor, for ranks that have any of it."""
         return _whole_box(self.view)
 
 
@@ -237,45 +208,44 @@ class Mesh:
 
     @cached_property
     def reaches(self) -> tuple[int, ...]:
-        """Along each dimension, how many ranks from the first one on are numbered one after the other."""
+        """Along each dimension, how many ranks from the first one on have consecutive numbers."""
         strides = [math.prod(self.shape[number + 1 :]) for number in range(len(self.shape))]
         lines = [self.ranks[: size * step : step] for size, step in zip(self.shape, strides, strict=True)]
         counted = [[rank - number == line[0] for number, rank in enumerate(line)] for line in lines]
-        return tuple((*one, False).index(False) for one in counted)
+        return tuple((*flags, False).index(False) for flags in counted)
 
 
 @dataclass(frozen=True)
-class MeshSharding(OneBox):
+class MeshSharding:
     """A tensor cut along dimensions over a mesh, as torch.chunk cuts or in parts of given sizes; the rest are replicas.
 
-    A mesh without rank 0 holds again what another one holds, and contributes nothing.
+    A mesh without rank 0 has a replica of another mesh's elements, and contributes nothing.
     """
 
     view: tuple[int, ...]
     mesh: Mesh
     cuts: tuple[int | None, ...]  # for each dimension of the mesh the one of the view that it cuts
     is_replicated: bool = False
-    order: tuple[int, ...] = ()  # of the mesh's dimensions: a later one cuts what earlier ones leave; as they come
-    sizes: tuple[int, ...] = ()  # of the parts, over a mesh of one dimension; as torch.chunk
+    order: tuple[int, ...] = ()  # in which the mesh's dimensions cut, each what the one before left; (): 0, 1, ...
+    sizes: tuple[int, ...] = ()  # of the parts, over a mesh of one dimension; (): as torch.chunk
     is_sharded = True
     is_opaque = False
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """Of replicas, the first."""
+        """The first rank of each group of replicas."""
         places = self.mesh.places
         if 0 not in places:
             return ()
-        again = [number for number, dim in enumerate(self.cuts) if dim is None]
-        return tuple(sorted(rank for rank, at in places.items() if not any(at[number] for number in again)))
+        replicated = [number for number, dim in enumerate(self.cuts) if dim is None]
+        return tuple(sorted(rank for rank, at in places.items() if not any(at[number] for number in replicated)))
 
     @cached_property
-    def _speakers(self) -> frozenset[int]:
+    def _owner_set(self) -> frozenset[int]:
         return frozenset(self.owners)
 
     @cached_property  # many tensors have one layout
     def runs(self) -> tuple[Runs, ...]:
-        """Rows, along ranks that are numbered one after the other, of any number; else what is left in few runs."""
         sizes = zip(self.cuts, self.mesh.shape, self.mesh.reaches, strict=True)
         cut = [(dim, parts, reach) for dim, parts, reach in sizes if dim is not None and min(parts, self.view[dim]) > 1]
         numel = math.prod(self.view)
@@ -286,49 +256,48 @@ class MeshSharding(OneBox):
         step = -(-rows // parts)
         if len(cut) > 1 or dim or self.sizes or -(-rows // step) > reach:
             numbers = self.order or range(len(self.cuts))
-            cuts = [(one, number) for number in numbers if (one := self.cuts[number]) is not None]
+            cuts = [(cut_dim, number) for number in numbers if (cut_dim := self.cuts[number]) is not None]
             return runs_over_grid(self.view, self.mesh.shape, self.mesh.ranks, cuts, self.sizes)
+        # rows along consecutive ranks: one run, however many ranks
         return (Runs(self.mesh.ranks[0], step * (numel // rows), step * (numel // rows), numel),)
 
-    def box(self, rank: int) -> Box | None:
-        """The part of `rank`, if it is the first of its replicas."""
-        return self.local_box(rank) if rank in self._speakers else None
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        return self.local_boxes(rank) if rank in self._owner_set else ()
 
-    def local_box(self, rank: int) -> Box | None:
-        """The part of `rank`."""
+    def local_boxes(self, rank: int) -> tuple[Box, ...]:
         place = self.mesh.places.get(rank)
         if place is None:
-            return None
+            return ()
         if self.sizes:
-            return _sized_box(self.view, self.cuts[0] or 0, self.sizes, place[0])
+            cut, index = self.cuts[0] or 0, place[0]
+            offsets = tuple(sum(self.sizes[:index]) if dim == cut else 0 for dim in range(len(self.view)))
+            return _nonempty_box(offsets, (*self.view[:cut], self.sizes[index], *self.view[cut + 1 :]))
         cuts = [*zip(self.cuts, place, self.mesh.shape, strict=True)]
         ordered = [cuts[number] for number in self.order] if self.order else cuts
         return _cut_box(self.view, tuple((dim, index, parts) for dim, index, parts in ordered if dim is not None))
 
 
 @dataclass(frozen=True)
-class OpaqueSharding(OneBox):
-    """A layout that its engine alone can put together: a pending sum. Nothing can be read into it."""
+class OpaqueSharding:
+    """A layout that only its engine can assemble, such as a pending sum. Nothing can be read into it."""
 
     view: tuple[int, ...]
-    here: Box | None  # what this rank has in memory
     is_replicated: bool = False
-    why: str = ""  # it cannot be trusted with that either, and is to be refused
+    why: str = ""  # the reason to refuse it, if the engine cannot assemble it either
     owners = (0,)
     is_sharded = False
     is_opaque = True
     runs = ()
 
-    def box(self, rank: int) -> Box | None:
-        return None
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        return ()
 
-    def local_box(self, rank: int) -> Box | None:
-        """The box that this rank has in memory; known for this rank only."""
-        return self.here
+    def local_boxes(self, rank: int) -> tuple[Box, ...]:
+        return ()
 
 
 def unravel_index(index: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The place of the flat `index` in an array of that `shape`."""
+    """The multi-dimensional index of the flat `index` in an array of that `shape`."""
     places = []
     for size in reversed(shape):
         places.append(index % size)
@@ -337,25 +306,19 @@ def unravel_index(index: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)  # a model has few shapes and many tensors
-def _whole_box(view: tuple[int, ...]) -> Box:
-    return Box((0,) * len(view), view)
+def _whole_box(view: tuple[int, ...]) -> tuple[Box, ...]:
+    return (Box((0,) * len(view), view),)
 
 
-def _sized_box(shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], index: int) -> Box | None:
-    """The `index`-th of the parts of those sizes along a dimension."""
-    offsets = tuple(sum(sizes[:index]) if number == dim else 0 for number in range(len(shape)))
-    return _nonempty_box(offsets, (*shape[:dim], sizes[index], *shape[dim + 1 :]))
-
-
-def _nonempty_box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box | None:
-    return Box(offsets, sizes) if all(sizes) else None
+def _nonempty_box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Box, ...]:
+    return (Box(offsets, sizes),) if all(sizes) else ()
 
 
 @lru_cache(maxsize=1 << 16)  # for each shape and rank
-def _cut_box(shape: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]) -> Box | None:
+def _cut_box(shape: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]) -> tuple[Box, ...]:
     """The box left of `shape` after cutting dimension d into n chunks and taking the i-th, as torch.chunk does.
 
-    Cuts come one after the other, each of what those before it left.
+    Each cut (d, i, n) is applied to the result of the one before.
     """
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, index, parts in cuts:
@@ -366,16 +329,16 @@ def _cut_box(shape: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]) -> 
 
 
 @dataclass(frozen=True)
-class FlatSharding(OneBox):
+class FlatSharding:
     """A tensor at [first, first + numel) of a flat buffer that is cut into equal shards, one for each of `members`.
 
-    Members without rank 0 hold again what others hold, and contribute nothing, unless no others have it.
+    Members without rank 0 are replicas of others, and contribute nothing, unless no others have the tensor.
     """
 
     numel: int
     first: int
     shard: int  # elements
-    members: Sequence[int]  # global ranks in the order of the shards; a range needs no look at each of them
+    members: Sequence[int]  # global ranks in the order of the shards; a range is searched in constant time
     is_replicated: bool = False
     is_only: bool = False  # no other ranks have it
     is_sharded = True
@@ -383,7 +346,6 @@ class FlatSharding(OneBox):
 
     @property
     def view(self) -> tuple[int, ...]:
-        """All elements in a row."""
         return (self.numel,)
 
     @property
@@ -393,23 +355,23 @@ class FlatSharding(OneBox):
             return ()
         return self.members[self.first // self.shard : (self.first + self.numel - 1) // self.shard + 1]
 
-    def box(self, rank: int) -> Box | None:
-        """The run of elements in the shard of `rank`."""
-        return self.local_box(rank) if self._contributes else None
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        return self.local_boxes(rank) if self._contributes else ()
 
     @property
     def _contributes(self) -> bool:
         return self.is_only or 0 in self.members
 
-    def local_box(self, rank: int) -> Box | None:
-        """The same, in any group of members."""
+    def local_boxes(self, rank: int) -> tuple[Box, ...]:
         if rank not in self.members:
-            return None
-        return _run_in_shard(self.numel, self.first, self.shard, self.members.index(rank))
+            return ()
+        index = self.members.index(rank)
+        start = max(index * self.shard, self.first) - self.first
+        stop = min((index + 1) * self.shard, self.first + self.numel) - self.first
+        return (Box((start,), (stop - start,)),) if stop > start else ()
 
     @property
     def runs(self) -> tuple[Runs, ...]:
-        """What each of the members has, if they are numbered one after the other."""
         if not self.numel or not _are_consecutive(self.members):
             return ()
         lead = min(self.numel, self.shard - self.first % self.shard)
@@ -419,41 +381,37 @@ class FlatSharding(OneBox):
 
     def range_in_shard(self, rank: int) -> tuple[int, int] | None:
         """The range [start, stop) of the elements in the shard of `rank`, or None."""
-        box = self.local_box(rank)
-        if box is None:
-            return None
-        start = self.first + box.offsets[0] - self.members.index(rank) * self.shard
-        return start, start + box.sizes[0]
+        for box in self.local_boxes(rank):
+            start = self.first + box.offsets[0] - self.members.index(rank) * self.shard
+            return start, start + box.sizes[0]
+        return None
 
 
 @dataclass(frozen=True)
 class PartRunsSharding:
-    """A tensor cut into boxes, each of which lies in a flat buffer of ranks that no other box has.
+    """A tensor cut into boxes, each in a flat buffer over its own ranks.
 
-    So lies the state of layers that tensor parallelism has cut, where ZeRO cuts it again among those with the same
-    part.
+    This is the layout of optimizer state under tensor parallelism with ZeRO, which cuts each part again among the ranks
+    that have the same part.
     """
 
     view: tuple[int, ...]
     parts: tuple[tuple[Box, FlatSharding], ...]
     is_replicated = is_opaque = False
     is_sharded = True
-    runs = ()  # rank 0 puts the pieces of rows together
+    runs = ()  # rank 0 assembles the pieces of rows
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The ranks that have elements."""
         return tuple(sorted(rank for _, cut in self.parts for rank in cut.owners))
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
-        """The run of elements of `rank` in its part, as boxes in their order in memory."""
         return self.local_boxes(rank)
 
     def local_boxes(self, rank: int) -> tuple[Box, ...]:
-        """The same."""
+        """The run of elements of `rank` in its part, as boxes in memory order."""
         for part, cut in self.parts:
-            run = cut.local_box(rank)
-            if run is not None:
+            for run in cut.local_boxes(rank):
                 return _placed_boxes(part, run.offsets[0], run.offsets[0] + run.sizes[0])
         return ()
 
@@ -484,7 +442,7 @@ def boxes_of_run(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box]
 
 
 def _boxes_in_row(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The elements [start, stop), which are all in one row and not all of it."""
+    """The elements [start, stop), a part of one row."""
     row = start // math.prod(sizes[1:])
     if start < stop:
         first = row * math.prod(sizes[1:])
@@ -493,36 +451,29 @@ def _boxes_in_row(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box
 
 
 def _are_consecutive(members: Sequence[int]) -> bool:
-    """Whether they are numbered one after the other."""
     if isinstance(members, range):
         return members.step == 1
     return [*members] == [*range(members[0], members[0] + len(members))]
 
 
-def _run_in_shard(numel: int, first: int, shard: int, index: int) -> Box | None:
-    """The elements of [first, first + numel) that lie in the shard at `index`, counted from `first`."""
-    start = max(index * shard, first) - first
-    stop = min((index + 1) * shard, first + numel) - first
-    return Box((start,), (stop - start,)) if stop > start else None
-
-
 @dataclass(frozen=True)
 class MeshCutting:
-    """The shape that is cut, and which of its dimensions each dimension of the mesh cuts, in which order."""
+    """The fields of these names of a `MeshSharding`."""
 
     view: tuple[int, ...]
     cuts: tuple[int | None, ...]
-    order: tuple[int, ...]  # of the mesh's dimensions; () as they come
+    order: tuple[int, ...]
 
 
 @lru_cache(maxsize=1024)
 def cutting_of(
     shape: tuple[int, ...], mesh: tuple[int, ...], dims: tuple[int | None, ...], factors: tuple[int, ...]
 ) -> MeshCutting | None:
-    """The cuts of a tensor: for each dimension of the mesh the one that it cuts (None: none), and its split factor.
+    """The cuts of a tensor with the given `shape` over a grid `mesh`.
 
-    None where it cannot be told who has what: a stride that is neither of the two kinds, or sizes that do not divide,
-    where the order in which they were cut and the placements say different things.
+    `dims`: for each dimension of the mesh the tensor's dimension that it cuts, or None; `factors`: the split factors.
+    None if the placements are ambiguous: a stride that is neither of the two kinds, or sizes that do not divide, for
+    which the order of cutting and the placements give different parts.
     """
     factors = tuple(1 if dim is None else factor for dim, factor in zip(dims, factors, strict=True))
     strided = [number for number, factor in enumerate(factors) if factor > 1]
@@ -531,10 +482,10 @@ def cutting_of(
         return _packed_cutting(shape, mesh, dims, factors) if packed == strided and len(packed) == 1 else None
     order = tuple(sorted(range(len(mesh)), key=lambda number: -number)) if strided else ()
     for dim in {dims[number] for number in strided}:
-        cutting = [number for number, one in enumerate(dims) if one == dim and mesh[number] > 1]
+        cutting = [number for number, other in enumerate(dims) if other == dim and mesh[number] > 1]
         if any(number not in strided for number in cutting[:-1]):
             return None  # from right to left in part
-        if dim is None or not _says_the_same(shape[dim], [mesh[one] for one in cutting], [factors[n] for n in cutting]):
+        if dim is None or not _orders_agree(shape[dim], [mesh[n] for n in cutting], [factors[n] for n in cutting]):
             return None
     plain = {dims[number] for number in range(len(dims)) if number not in strided} - {dims[n] for n in strided} - {None}
     if order and any(list(dims).count(dim) > 1 for dim in plain):
@@ -545,7 +496,7 @@ def cutting_of(
 def _is_right_to_left(
     number: int, mesh: tuple[int, ...], dims: tuple[int | None, ...], factors: tuple[int, ...]
 ) -> bool:
-    """Whether the stride counts the parts that later dimensions of the mesh had made of the same dimension."""
+    """Whether the split factor is the number of parts that later dimensions of the mesh cut the same dimension into."""
     later = [other for other in range(number + 1, len(mesh)) if dims[other] == dims[number]]
     return bool(later) and factors[number] == prod(mesh[other] for other in later)
 
@@ -553,18 +504,18 @@ def _is_right_to_left(
 def _packed_cutting(
     shape: tuple[int, ...], mesh: tuple[int, ...], dims: tuple[int | None, ...], factors: tuple[int, ...]
 ) -> MeshCutting | None:
-    """One dimension split into its packed parts, the second of the two cut."""
-    number = next(one for one, factor in enumerate(factors) if factor > 1)
+    """The cutting of a dimension of packed tensors, each of which is cut: the view splits it into two dimensions."""
+    number = next(index for index, factor in enumerate(factors) if factor > 1)
     dim, parts = dims[number], factors[number]
     if dim is None or list(dims).count(dim) > 1 or shape[dim] % parts:
         return None
     view = (*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
-    cuts = tuple(None if one is None else one + (one >= dim) for one in dims)
+    cuts = tuple(None if other is None else other + (other >= dim) for other in dims)
     return MeshCutting(view, cuts, ())
 
 
-def _says_the_same(size: int, parts: list[int], factors: list[int]) -> bool:
-    """Whether cutting from right to left gives all ranks what the placements say, read from left to right."""
+def _orders_agree(size: int, parts: list[int], factors: list[int]) -> bool:
+    """Whether cutting from right to left gives each rank the part of the placements, read from left to right."""
     if size % prod(parts) == 0:
         return True
     by_placements: dict[tuple[int, ...], list[int]] = {(): [*range(size)]}
@@ -585,6 +536,6 @@ def _says_the_same(size: int, parts: list[int], factors: list[int]) -> bool:
 
 
 def _chunked(rows: list[int], count: int) -> list[list[int]]:
-    """As torch.chunk, with empty ones at the end."""
+    """The chunks of torch.chunk, with empty ones at the end."""
     step = -(-len(rows) // count)
     return [rows[index * step : (index + 1) * step] for index in range(count)]

@@ -1,9 +1,8 @@
 """DeepSpeed's AutoTP and MoE: parameters that are cut or spread without DTensor.
 
-DeepSpeed's AutoTP and Megatron mark them with an attribute that they agree on; taken for replicas, rank 0's part would
-be stored as the whole. AutoTP also describes each of them for its universal checkpoints: the shape before, the
-dimension that is cut, the sizes of the parts. What this proves becomes the cutting of a mesh; all else is refused by
-name.
+DeepSpeed's AutoTP and Megatron mark such parameters with a common attribute; without it, rank 0's part would be stored
+as the whole. AutoTP also describes each parameter for its universal checkpoints: the full shape, the dimension that is
+cut, the sizes of the parts. A consistent description becomes a MeshSharding; other parameters are refused by name.
 """
 
 import sys
@@ -27,12 +26,11 @@ _TP_WAY_OUT = "save with the engine's own means, or cut the model with transform
 
 
 class AutoTPTensors(Wrapper):
-    """Ordinary tensors with the mark or the description, where there are several ranks."""
+    """Ordinary tensors with the mark or the description, with several ranks."""
 
     shows_runs = True
 
     def describes(self, tensor: Any) -> bool:
-        """Whether it is marked or described as cut, over more than one rank."""
         facts = getattr(tensor, _FACTS, None)
         if getattr(tensor, _MARK, False) is not True and (facts is None or facts.get("replicated")):
             return False
@@ -41,7 +39,6 @@ class AutoTPTensors(Wrapper):
         )
 
     def layout_of(self, tensor: Any) -> TensorLayout:
-        """What its description proves; one that is refused wherever it is met where it proves nothing."""
         sharding = _sharding_of(tensor)
         facts = getattr(tensor, _FACTS, None) or {}
         shape = tuple(tensor.shape) if sharding.is_opaque else tuple(facts["original_shape"])
@@ -49,11 +46,9 @@ class AutoTPTensors(Wrapper):
         return TensorLayout(shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, "tensor parallel", sharding)
 
     def local_part(self, tensor: Any) -> Tensor | None:
-        """This rank's part, in the shape of its box."""
         return shaped_as_box(tensor.detach(), _sharding_of(tensor))
 
     def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
-        """The same cutting."""
         sharding = _sharding_of(tensor)
         return sharding, None if state is None else shaped_as_box(state.detach(), sharding)
 
@@ -65,17 +60,17 @@ class _DescribedCut:
     view: tuple[int, ...]
     dim: int
     sizes: tuple[int, ...]
-    packed: int  # equal tensors in one, each of them cut
+    packed: int  # number of equal tensors packed into one, each of them cut
 
     def part_shape(self, index: int, dims: int) -> tuple[int, ...]:
-        """The shape of the `index`-th part as the engine keeps it, in so many dimensions."""
+        """The shape of the `index`-th part in the engine, which keeps it in `dims` dimensions."""
         first = self.dim - (self.packed > 1)
         shape = (*self.view[:first], self.packed * self.sizes[index], *self.view[self.dim + 1 :])
         return shape if len(shape) == dims else (prod(shape[: len(shape) - dims + 1]), *shape[len(shape) - dims + 1 :])
 
 
 def _part_holders(tensor: Any) -> tuple[int, ...] | None:
-    """The global ranks that have the parts, in their order; () where one has all of it, None where nothing tells."""
+    """The global ranks that have the parts, in order; () if one rank has all of it, None if that is unknown."""
     layer = getattr(getattr(tensor, "gather_params", None), "__self__", None)
     if layer is None or not hasattr(layer, "mp_group"):
         return None
@@ -85,32 +80,31 @@ def _part_holders(tensor: Any) -> tuple[int, ...] | None:
 
 def _sharding_of(tensor: Any) -> Sharding:
     shape, facts, members = tuple(tensor.shape), getattr(tensor, _FACTS, None), _part_holders(tensor)
-    is_told = members is not None and not hasattr(tensor, "ds_shape")
-    found = _cut_described(facts) if facts and is_told else _why_unknown(tensor, facts)
+    found: _DescribedCut | str
+    if facts is None:
+        found = f"marked {_MARK} by Megatron or an engine like it, which says no more"
+    elif hasattr(tensor, "ds_shape"):
+        found = "cut by DeepSpeed's AutoTP, and again by ZeRO stage 3"
+    elif members is None:
+        found = "cut by DeepSpeed's AutoTP, which does not say over which ranks"
+    else:
+        found = _cut_described(facts)
     if isinstance(found, _DescribedCut):
         place = members.index(global_rank()) if members and global_rank() in members else None
         fits = members is not None and place is not None and len(found.sizes) == len(members)
         if fits and place is not None and found.part_shape(place, len(shape)) == shape:
             return _mesh_sharding(found, members or (), is_subset_of_ranks(len(members or ())))
         found = f"it is {list(shape)} on this rank, described as {found.packed} x {list(found.sizes)} of {found.view}"
-    return OpaqueSharding(shape, None, why=f"this rank's part of a larger parameter: {found}; {_TP_WAY_OUT}")
-
-
-def _why_unknown(tensor: Any, facts: Any) -> str:
-    if facts is None:
-        return f"marked {_MARK} by Megatron or an engine like it, which says no more"
-    if hasattr(tensor, "ds_shape"):
-        return "cut by DeepSpeed's AutoTP, and again by ZeRO stage 3"
-    return "cut by DeepSpeed's AutoTP, which does not say over which ranks"
+    return OpaqueSharding(shape, why=f"this rank's part of a larger parameter: {found}; {_TP_WAY_OUT}")
 
 
 def _cut_described(facts: Mapping[str, Any]) -> _DescribedCut | str:
-    """The cut that AutoTP describes, or why it is none."""
-    told = facts.get("conversion") or {}
+    """The cut that AutoTP describes, or the reason why the description gives none."""
+    conversion = facts.get("conversion") or {}
     view, dim, widths = facts.get("logical_shape"), facts.get("partition_dim"), facts.get("sub_param_shard_widths")
     sizes = widths[0] if widths else facts.get("partition_sizes")
-    if told.get("unsupported_reason") or view is None or dim is None or not sizes:
-        return f"DeepSpeed's AutoTP does not say how: {told.get('unsupported_reason') or 'no sizes of parts'}"
+    if conversion.get("unsupported_reason") or view is None or dim is None or not sizes:
+        return f"DeepSpeed's AutoTP does not say how: {conversion.get('unsupported_reason') or 'no sizes of parts'}"
     if widths and any(list(one) != list(sizes) for one in widths):
         return f"tensors of other sizes in one, parts of {[list(one) for one in widths]}"
     packed = len(widths) if widths else 1
@@ -144,29 +138,25 @@ class SpreadExperts(Wrapper):
     shows_runs = True
 
     def describes(self, tensor: Any) -> bool:
-        """Whether DeepSpeed counts it to the experts of a group of several ranks, or it stands for one elsewhere."""
         if stands_for_another(tensor):
             return True
         is_own = getattr(tensor, "allreduce", True) is False and getattr(tensor, "group_name", None) not in _ALONE
         return is_own and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
     def layout_of(self, tensor: Any) -> TensorLayout:
-        """The whole of it, on one rank of the group; refused where it is not told which ranks these are."""
         own = getattr(tensor, _ELSEWHERE, None)
         sharding = _own_sharding(tensor) if own is None else own.sharding
         trained = bool((tensor if own is None else own.sibling).requires_grad)
         return TensorLayout(tuple(tensor.shape), tensor.dtype, trained, True, _ENGINE, sharding)
 
     def local_part(self, tensor: Any) -> Tensor | None:
-        """The tensor as the one row of its box; None of one that is elsewhere."""
+        # the whole tensor is one row of the view
         return None if stands_for_another(tensor) else tensor.detach().unsqueeze(0)
 
     def optimizer_parameter(self, tensor: Any) -> Any:
-        """The parameter itself; for one elsewhere that of this rank which is in its place."""
         return sibling_here(tensor)
 
     def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
-        """As the tensor's own."""
         is_here = state is not None and not stands_for_another(tensor)
         return self.layout_of(tensor).sharding, state.detach().unsqueeze(0) if is_here and state is not None else None
 
@@ -183,17 +173,17 @@ class _Elsewhere:
 
 
 def stands_for_another(tensor: Any) -> bool:
-    """Whether it stands for another rank's."""
+    """Whether `tensor` stands for an expert's tensor on another rank."""
     return hasattr(tensor, _ELSEWHERE)
 
 
 def sibling_here(tensor: Any) -> Any:
-    """The tensor itself; for one elsewhere that of this rank which is in its place."""
+    """The tensor itself, or for a stand-in the tensor of this rank at the same position of its list."""
     return tensor.__dict__[_ELSEWHERE].sibling if stands_for_another(tensor) else tensor
 
 
 def holders_of_expert(expert: Any) -> tuple[int, tuple[int, ...]]:
-    """The rank of this one's group that has an expert's tensor, and all of that group; this rank without one."""
+    """The rank that has an expert's tensor, and all ranks of its group; only this rank without a group."""
     sharding = expert.__dict__[_ELSEWHERE].sharding if stands_for_another(expert) else _own_sharding(expert)
     if not isinstance(sharding, MeshSharding):
         return global_rank(), (global_rank(),)
@@ -201,63 +191,52 @@ def holders_of_expert(expert: Any) -> tuple[int, tuple[int, ...]]:
 
 
 def number_experts(found: dict[str, Source], modules: NamedModules) -> dict[str, Source]:
-    """`found` with experts numbered over all ranks, including those of other ranks.
+    """`found` with experts numbered over all ranks, and with stand-ins for the experts of other ranks.
 
-    Spread tensors that are in no layer which says their numbers get a layout that is refused.
+    Experts outside of a layer of DeepSpeed, whose numbers are unknown, get a layout that is refused.
     """
     if not any(info.engine == _ENGINE for info in found.values()):
         return found
-    layers = [_ExpertLayer(name, raw, module) for name, raw, module in modules if _holds_experts(module)]
+    layers: dict[str, tuple[str, int]] = {}  # common prefix of the names of all experts -> raw prefix, experts here
+    for name, raw, module in modules:
+        if type(module).__module__.startswith("deepspeed.moe.") and _CHILD in module._modules:
+            prefix, raw_prefix = (f"{path}.{_CHILD}." if path else f"{_CHILD}." for path in (name, raw))
+            layers[prefix] = raw_prefix, len(list(module.get_submodule(_CHILD).children()))
     numbered: dict[str, Source] = {}
-    done: set[str] = set()
     for name, info in found.items():
-        layer = next((one for one in layers if name.startswith(one.prefix)), None)
-        if layer is None:
-            numbered[name] = info if info.engine != _ENGINE else replace(info, sharding=_refused(info))
-        elif layer.prefix not in done:
-            done.add(layer.prefix)
-            own = {one: facts for one, facts in found.items() if one.startswith(layer.prefix)}
-            numbered |= {one.name: one for one in layer.list_all(own)}
+        prefix = next((prefix for prefix in layers if name.startswith(prefix)), "")
+        if not prefix:
+            is_unknown = info.engine == _ENGINE and not isinstance(info.sharding, OpaqueSharding)
+            refused = OpaqueSharding(info.shape, why=_why_refused("numbers unknown"))
+            numbered[name] = replace(info, sharding=refused) if is_unknown else info
+        elif name not in numbered:
+            own = {name: source for name, source in found.items() if name.startswith(prefix)}
+            numbered |= {source.name: source for source in _all_experts(own, prefix, *layers[prefix])}
     return numbered
 
 
-@dataclass(frozen=True, eq=False)
-class _ExpertLayer:
-    """The module that holds the experts of this rank in a list."""
+def _all_experts(own: Mapping[str, Source], prefix: str, raw_prefix: str, local: int) -> Iterator[Source]:
+    """The tensors of all experts of a layer, in the order of their numbers, from `own`, those of this rank's experts.
 
-    name: str
-    raw: str
-    module: nn.Module
-
-    @property
-    def prefix(self) -> str:
-        """The common prefix of the names of all experts' tensors."""
-        return f"{self.name}.{_CHILD}." if self.name else f"{_CHILD}."
-
-    def list_all(self, own: Mapping[str, Source]) -> Iterator[Source]:
-        """The tensors of all experts, this rank's `own` among them, in the order of their numbers."""
-        local, cut = len(list(self.module.get_submodule(_CHILD).children())), next(iter(own.values())).sharding
-        if not isinstance(cut, MeshSharding):
-            yield from own.values()  # of a group that is not known: refused
-            return
-        raw_prefix = f"{self.raw}.{_CHILD}." if self.raw else f"{_CHILD}."
-        here = cut.mesh.ranks.index(global_rank())
-        for number in range(local * len(cut.mesh.ranks)):
-            holder, place = divmod(number, local)
-            for name, info in own.items():
-                at, _, rest = name.removeprefix(self.prefix).partition(".")
-                if int(at) == place:
-                    one = info if holder == here else _of_other_rank(info, cut.mesh.ranks, holder)
-                    yield replace(one, name=f"{self.prefix}{number}.{rest}", raw_name=f"{raw_prefix}{number}.{rest}")
-
-
-def _holds_experts(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("deepspeed.moe.") and _CHILD in module._modules
+    `local`: number of experts on each rank.
+    """
+    cut = next(iter(own.values())).sharding
+    if not isinstance(cut, MeshSharding):
+        yield from own.values()  # of an unknown group: refused
+        return
+    here = cut.mesh.ranks.index(global_rank())
+    for number in range(local * len(cut.mesh.ranks)):
+        holder, place = divmod(number, local)
+        for name, info in own.items():
+            at, _, rest = name.removeprefix(prefix).partition(".")
+            if int(at) == place:
+                source = info if holder == here else _of_other_rank(info, cut.mesh.ranks, holder)
+                yield replace(source, name=f"{prefix}{number}.{rest}", raw_name=f"{raw_prefix}{number}.{rest}")
 
 
 def _of_other_rank(info: Source, members: tuple[int, ...], holder: int) -> Source:
-    """The tensor of another rank's expert that is like `info`."""
-    sharding = _sharding_of_member(info.shape, tuple(members), holder)
+    """The tensor of another rank's expert that corresponds to `info`."""
+    sharding = _sharding_of_member(info.shape, members, holder)
     stand_in = torch.empty(info.shape, dtype=info.dtype, device="meta")
     setattr(stand_in, _ELSEWHERE, _Elsewhere(sharding, info.live))
     return replace(info, key=id(stand_in), live=stand_in, sharding=sharding)
@@ -267,14 +246,9 @@ def _own_sharding(tensor: Any) -> Sharding:
     groups: Any = sys.modules.get("deepspeed.utils.groups")  # imported by the code that made these layers
     shape, known = tuple(tensor.shape), {} if groups is None else groups._get_expert_parallel_group_dict()
     if hasattr(tensor, "ds_shape") or tensor.group_name not in known:
-        return OpaqueSharding(shape, None, why=_why_refused(tensor.group_name))
+        return OpaqueSharding(shape, why=_why_refused(tensor.group_name))
     members = group_members(known[tensor.group_name])
     return _sharding_of_member(shape, members, members.index(global_rank()))
-
-
-def _refused(info: Source) -> Sharding:
-    known = isinstance(info.sharding, OpaqueSharding)
-    return info.sharding if known else OpaqueSharding(info.shape, None, why=_why_refused("numbers unknown"))
 
 
 def _why_refused(group: str) -> str:
@@ -283,6 +257,6 @@ def _why_refused(group: str) -> str:
 
 @lru_cache(maxsize=1024)  # a model has few shapes and many experts
 def _sharding_of_member(shape: tuple[int, ...], members: tuple[int, ...], holder: int) -> MeshSharding:
-    """All of a tensor on one of the members: the one row of a view that the others have none of."""
+    """A whole tensor on one of the members: the only row of a view, of which the others have none."""
     sizes = tuple(int(number == holder) for number in range(len(members)))
     return MeshSharding((1, *shape), Mesh((len(members),), members), (0,), is_subset_of_ranks(len(members)), (), sizes)

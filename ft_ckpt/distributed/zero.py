@@ -1,28 +1,28 @@
 """DeepSpeed's ZeRO: the parameters that stage 3 partitions, and the flat partitions that its optimizers train.
 
-Every rank works out from sizes and orders what all of them hold; nothing is asked and nothing moves. No other module
-reads DeepSpeed's fields of parameters or partitions.
+Every rank computes the layouts of all ranks from sizes and orders, without communication. No other module reads
+DeepSpeed's fields of parameters or partitions.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.ranks import global_rank, groups_beside, is_subset_of_ranks, ranks_in_order
+from ft_ckpt.distributed.ranks import column_groups, global_rank, is_subset_of_ranks, ranks_in_order
 from ft_ckpt.distributed.sharding import FlatSharding, MeshSharding, OwnedSharding, PartRunsSharding, Sharding
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.tensor_parallel import holders_of_expert
 from ft_ckpt.distributed.wrapper import TensorLayout, Wrapper
 from ft_ckpt.errors import SelectionError, listing
 
-_Owners = Mapping[int, Sequence[Source]]  # by the id of this rank's parameter, whosever experts they are
+_Owners = Mapping[int, Sequence[Source]]  # by the id of this rank's parameter, stand-ins for other experts included
 _Cut = FlatSharding | PartRunsSharding
 _KNOWN = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
-_FIELDS = (  # the groups of weights, the masters; a class has those of the first pair it has any of
+_FIELDS = (  # (groups of weights, masters); the first pair that an optimizer has
     ("fp16_groups", "fp32_partitioned_groups_flat"),
     ("bf16_groups", "fp32_groups_flat_partition"),
     ("bit16_groups", "single_partition_of_fp32_groups"),
@@ -39,36 +39,30 @@ class DeepSpeedWrapper(Wrapper):
     layout_facts = ("ds_shape", "dtype", "requires_grad", "ds_process_group", "ds_tensor.shape")
 
     def wraps(self, module: nn.Module) -> bool:
-        """By names of classes, because importing DeepSpeed is slow."""
-        return type(module).__name__.endswith("Engine") and "deepspeed" in type(module).__module__
+        cls = type(module)  # compared by names, because importing DeepSpeed is slow
+        return cls.__name__.endswith("Engine") and "deepspeed" in cls.__module__
 
     def keeps_weights(self, module: nn.Module) -> bool:
-        """An optimizer's masters: float32 weights, or partitions of the model's own."""
         return self.wraps(module) and hasattr(getattr(module, "optimizer", None), "refresh_fp32_params")
 
     def hides_tensors(self, module: nn.Module) -> bool:
-        """The optimizers' partitions are nowhere in the modules."""
-        return self.wraps(module)
+        return self.wraps(module)  # the optimizers' partitions are in no module
 
     def describes(self, tensor: Any) -> bool:
-        """Whether it is a parameter of stage 3; those of stages 1 and 2 are ordinary ones."""
-        return hasattr(tensor, "ds_shape")
+        return hasattr(tensor, "ds_shape")  # of stage 3; stages 1 and 2 leave ordinary parameters
 
     def layout_of(self, tensor: Any) -> TensorLayout:
-        """Every rank of the group keeps one equal part of the flattened, padded parameter."""
         shape, is_parameter = tuple(tensor.ds_shape), isinstance(tensor, nn.Parameter)
         return TensorLayout(
             shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, "zero3", _zero3_sharding(tensor)
         )
 
     def local_part(self, tensor: Any) -> Tensor | None:
-        """This rank's elements, without the padding."""
-        sharding = _zero3_sharding(tensor)
+        sharding = _zero3_sharding(tensor)  # without the padding
         span = sharding.range_in_shard(global_rank()) if isinstance(sharding, FlatSharding) else None
         return None if span is None else tensor.ds_tensor.detach().view(-1)[slice(*span)]
 
     def has_data(self, tensor: Any) -> bool:
-        """As the shard tells at once: all of a model are asked."""
         shard = getattr(tensor, "ds_tensor", None)
         return (shard is not None and shard.device.type != "meta") or super().has_data(tensor)
 
@@ -87,9 +81,9 @@ def _flat_sharding(numel: int, first: int, shard: int, members: Sequence[int]) -
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """One parameter in a partition: its weight, and where it is in any buffer that is cut like the partition."""
+    """One parameter in a partition, and its position in any buffer that is cut like the partition."""
 
-    owner: Source
+    owner: Source  # of the weight
     sharding: _Cut
     start: int  # of this rank's shard in the partition
 
@@ -101,7 +95,7 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """A flat run of parameters that this rank updates: to the inner optimizer, one parameter of one group."""
+    """A flat run of parameters that this rank updates: one parameter of the inner optimizer."""
 
     master: Tensor
     group: int
@@ -109,14 +103,14 @@ class Partition:
 
 
 def zero_partitions(optimizer: Any, owners: _Owners) -> list[Partition]:
-    """This rank's partitions; on every rank as many, with the same parameters.
+    """This rank's partitions. All ranks have the same number, with the same parameters.
 
     `owners` are the sources of the models it trains, by the ids of their parameters. Raises SelectionError for
-    parameters of no known model, and for settings that keep state where it cannot be reached by name.
+    parameters of no known model, and for settings under which state cannot be stored by name.
     """
     problems = _refused_settings(optimizer)
-    is_told = any(isinstance(one.sharding, MeshSharding) for some in owners.values() for one in some)
-    if _is_model_parallel(optimizer) and not is_told:
+    is_described = any(isinstance(source.sharding, MeshSharding) for source in chain.from_iterable(owners.values()))
+    if _is_model_parallel(optimizer) and not is_described:
         problems.append("model parallelism that says of no parameter how it is cut")
     if problems:
         raise SelectionError(
@@ -127,11 +121,11 @@ def zero_partitions(optimizer: Any, owners: _Owners) -> list[Partition]:
 
 
 def changed_with_steps(optimizer: Any) -> list[Any] | None:
-    """The masters and the weights made from them: the tensors beside its state that the inner optimizer's steps change.
+    """The masters and their weights: the tensors besides its state that a step of the inner optimizer changes.
 
-    None where other moments change something, too, or where nobody knows.
+    None if tensors may change outside of steps.
     """
-    muon = any("use_muon" in group for group in optimizer.optimizer.param_groups)  # moves its momentum before the step
+    muon = any("use_muon" in group for group in optimizer.optimizer.param_groups)  # momentum changes before the step
     if muon or getattr(optimizer, "zenflow", False) or _refused_settings(optimizer):
         return None
     groups, masters = next(fields for fields in _FIELDS if hasattr(optimizer, fields[0]))
@@ -139,7 +133,7 @@ def changed_with_steps(optimizer: Any) -> list[Any] | None:
 
 
 def _stage_3(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
-    """Each parameter is cut into equal shards by itself; a partition is this rank's shards one after the other."""
+    """Each parameter is cut into equal shards; a partition is this rank's shards one after the other."""
     for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         places, start = [], 0
         for _, source in _partitioned_sources(owners, optimizer.fp16_groups[number]):
@@ -151,9 +145,9 @@ def _stage_3(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
 
 
 def _stages_1_2(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
-    """A group's parameters lie one after the other, perhaps aligned; a partition is an equal shard of the whole.
+    """A group's parameters are concatenated, perhaps aligned; a partition is an equal shard of the whole.
 
-    Where other ranks have other experts or parts, theirs lie in partitions of their own.
+    Other ranks may have other experts or parts, in their own partitions.
     """
     mixed = hasattr(optimizer, "bf16_groups")  # stage 1 in bfloat16 with float32 gradients has a class of its own
     masters = optimizer.fp32_groups_flat_partition if mixed else optimizer.single_partition_of_fp32_groups
@@ -167,50 +161,47 @@ def _stages_1_2(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
         of_experts = _is_of_experts(optimizer.optimizer.param_groups[number])
         sources = [owners[id(parameter)][0] for parameter in laid]
         layouts = {global_rank(): own} if of_experts else _layouts_of_parts(optimizer, sources, own, len(members))
-        group = _FlatGroup({id(one): at for at, one in enumerate(laid)}, members, layouts, of_experts)
-        places = tuple(Slot(source, group.cut_of(parameter, source), 0) for parameter, source in trained)
+        order = {id(parameter): at for at, parameter in enumerate(laid)}
+        cuts = (_cut_of(source, order[id(parameter)], members, layouts, of_experts) for parameter, source in trained)
+        places = tuple(Slot(source, cut, 0) for (_, source), cut in zip(trained, cuts, strict=True))
         yield Partition(master, number, places)
 
 
 class _FlatLayout(NamedTuple):
-    """Where tensors begin that lie one after the other in a flat buffer, and its equal shards, in elements."""
+    """The layout of a flat buffer of concatenated tensors, in elements."""
 
-    starts: tuple[int, ...]
-    shard: int
+    starts: tuple[int, ...]  # of the tensors
+    shard: int  # size of the equal shards
 
 
-@dataclass(frozen=True, eq=False)
-class _FlatGroup:
-    """The flat buffers of a group of parameters."""
+def _cut_of(
+    source: Source, at: int, members: Sequence[int], layouts: Mapping[int, _FlatLayout], of_experts: bool
+) -> _Cut:
+    """The layout of a tensor, at position `at` of its group, in the flat buffers of the ranks that train it.
 
-    order: Mapping[int, int]  # by the ids of this rank's parameters
-    members: Sequence[int]  # the ranks that have what this one has, and cut it
-    layouts: Mapping[int, _FlatLayout]  # of this rank, and of those that have other parts of the same tensors
-    of_experts: bool
-
-    def cut_of(self, parameter: Any, source: Source) -> _Cut:
-        """How a tensor lies in the buffers of those that train it: of experts and parts every rank has others."""
-        layout, at = self.layouts[global_rank()], self.order[id(parameter)]
-        if self.of_experts:
-            holder, kin = holders_of_expert(source.live)
-            groups = _groups_of(source, self.members, kin)
-            return FlatSharding(source.numel, layout.starts[at], layout.shard, groups[holder], is_only=True)
-        if not isinstance(source.sharding, MeshSharding):
-            return _flat_sharding(source.numel, layout.starts[at], layout.shard, self.members)
-        groups = _groups_of(source, self.members, source.sharding.mesh.ranks)
-        parts = []
-        for rank, members in groups.items():
-            box, layout = source.sharding.local_box(rank), self.layouts[rank]
-            if box is not None:
-                numel = math.prod(box.sizes)
-                parts.append((box, FlatSharding(numel, layout.starts[at], layout.shard, members, is_only=True)))
-        return PartRunsSharding(source.sharding.view, tuple(parts))
+    `members`: the ranks that have the same tensors as this one, and shard them; `layouts`: of the buffers of this rank,
+    and of those that have other parts of the same tensors.
+    """
+    layout = layouts[global_rank()]
+    if of_experts:
+        holder, row = holders_of_expert(source.live)
+        groups = _groups_of(source, members, row)
+        return FlatSharding(source.numel, layout.starts[at], layout.shard, groups[holder], is_only=True)
+    if not isinstance(source.sharding, MeshSharding):
+        return _flat_sharding(source.numel, layout.starts[at], layout.shard, members)
+    parts = []
+    for rank, column in _groups_of(source, members, source.sharding.mesh.ranks).items():
+        layout = layouts[rank]
+        for box in source.sharding.local_boxes(rank):
+            numel = math.prod(box.sizes)
+            parts.append((box, FlatSharding(numel, layout.starts[at], layout.shard, column, is_only=True)))
+    return PartRunsSharding(source.sharding.view, tuple(parts))
 
 
 def _layouts_of_parts(optimizer: Any, laid: Sequence[Source], own: _FlatLayout, members: int) -> dict[int, _FlatLayout]:
     """The layouts of this rank's buffer, and of those with other parts of the same tensors, by rank.
 
-    As DeepSpeed lays out all of them, which is proved on this rank's `own`. Raises SelectionError where it is not so.
+    They are computed as DeepSpeed does. Raises SelectionError if the result for this rank is not its `own` layout.
     """
     cut = {source.sharding.mesh.ranks for source in laid if isinstance(source.sharding, MeshSharding)}
     if not cut:
@@ -218,8 +209,8 @@ def _layouts_of_parts(optimizer: Any, laid: Sequence[Source], own: _FlatLayout, 
     found = {rank: _laid_out(optimizer, laid, rank, members) for rank in sorted(set().union(*cut))}
     if len(cut) > 1 or found.get(global_rank()) != own:
         raise SelectionError(
-            f"{laid[0].name} and {len(laid) - 1} more: in a flat buffer that is not laid out as ZeRO's, where tensors "
-            "are cut by others: their state cannot be kept by name, save without it"
+            f"{laid[0].name} and {len(laid) - 1} more: cut by tensor parallelism, in a flat buffer with another layout "
+            "than ZeRO's; their state cannot be kept by name, save without it"
         )
     return found
 
@@ -230,24 +221,18 @@ def _laid_out(optimizer: Any, laid: Sequence[Source], rank: int, members: int) -
     starts, end = [], 0
     for source in laid:
         starts.append(end + -end % size)
-        end = starts[-1] + _numel_on(source, rank)
+        boxes = source.sharding.local_boxes(rank) if isinstance(source.sharding, MeshSharding) else None
+        end = starts[-1] + (source.numel if boxes is None else sum(math.prod(box.sizes) for box in boxes))
     unit = optimizer.nccl_start_alignment_factor
     return _FlatLayout(tuple(starts), -(-end // (unit * members)) * unit)
 
 
-def _numel_on(source: Source, rank: int) -> int:
-    """How many elements `rank` has of a tensor that tensor parallelism may have cut."""
-    if not isinstance(source.sharding, MeshSharding):
-        return source.numel
-    return sum(math.prod(box.sizes) for box in source.sharding.local_boxes(rank))
-
-
-def _groups_of(source: Source, members: Sequence[int], kin: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    found = groups_beside(members, kin)
+def _groups_of(source: Source, members: Sequence[int], row: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    found = column_groups(members, row)
     if found is None:
         raise SelectionError(
-            f"{source.name}: groups of ranks that are no copies of one another, {list(members)} and {list(kin)} here; "
-            "its state cannot be kept by name: save without the optimizer's state"
+            f"{source.name}: groups of ranks that form no grid, {list(members)} and {list(row)} here; its state cannot "
+            "be kept by name: save without the optimizer's state"
         )
     return found
 
@@ -276,8 +261,8 @@ def _refused_settings(optimizer: Any) -> list[str]:
 
 
 def _partitioned_sources(owners: _Owners, parameters: list[Any]) -> list[tuple[Any, Source]]:
-    """The sources of each of this rank's parameters: its own, and those that other ranks hold in its place."""
+    """(parameter, source) for each parameter, and for the stand-ins of other ranks' experts that correspond to it."""
     unknown = [i for i, parameter in enumerate(parameters) if id(parameter) not in owners]
     if unknown:
-        raise SelectionError(f"parameters {unknown} of a group: of no known model; give the model they are of, too")
+        raise SelectionError(f"parameters {unknown} of a group: of no known model; give their model, too")
     return [(parameter, source) for parameter in parameters for source in owners[id(parameter)]]

@@ -53,8 +53,9 @@ def _held(value: Tensor, way: str, world: int, rank: int) -> Held:
         shard = -(-value.numel() // world)
         return _run(_shard(value.reshape(-1), shard, rank), FlatSharding(value.numel(), 0, shard, ranks), rank)
     sharding = MeshSharding(shape, _line_of(world), (0,))
-    mine = sharding.local_box(rank)
-    return sharding, value[mine.offsets[0] : mine.offsets[0] + mine.sizes[0]] if mine is not None else value[:0]
+    for mine in sharding.local_boxes(rank):
+        return sharding, value[mine.offsets[0] : mine.offsets[0] + mine.sizes[0]]
+    return sharding, value[:0]
 
 
 @cache

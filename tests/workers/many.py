@@ -21,8 +21,8 @@ WORLD = 1024
 def facts(source):
     local = None if source.local is None or not source.local.numel() else tuple(source.local.shape)
     sharding = source.sharding
-    boxes = [sharding.box(rank) for rank in (0, 1, 2, 511, 512, 1022, 1023)]
-    owners = tuple(rank for rank in sharding.owners if sharding.box(rank))
+    boxes = [sharding.boxes(rank) for rank in (0, 1, 2, 511, 512, 1022, 1023)]
+    owners = tuple(rank for rank in sharding.owners if sharding.boxes(rank))
     return sharding.view, owners, boxes, sharding.local_boxes(dist.get_rank()), local, sharding.is_sharded
 
 
