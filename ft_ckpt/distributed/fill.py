@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ft_ckpt.distributed.gather import wire_device
+from ft_ckpt.distributed.gather import bytes_as, padded_size, wire_device
 from ft_ckpt.distributed.ranks import Ranks, global_rank, try_action
 from ft_ckpt.distributed.sharding import Box
 from ft_ckpt.distributed.source import Source, box_memories
@@ -73,26 +74,26 @@ def fill_all(wanted: Iterable[WantedTensor], threads: int = THREADS, direct: str
     are computed while reading; the caller compares them. Raises LoadError naming every tensor that is missing or of
     another shape or dtype, before anything is read; CorruptError if a file is too short or has changed.
     """
-    asked = list(wanted)
-    check_all(asked)
+    tensors = list(wanted)
+    check_all(tensors)
     landings: dict[ByteRun, Landing] = {}
     due: dict[int, FileProof] = {}
     wanted_bytes: Counter[int] = Counter()
-    others = []
-    for box in chain.from_iterable(tensor.in_boxes() for tensor in asked):
-        found = _landings_of_box(box)
-        if found is None:
-            others.append(box)
+    through_format = []
+    for box in chain.from_iterable(tensor.in_boxes() for tensor in tensors):
+        of_box = _landings_of_box(box)
+        if of_box is None:
+            through_format.append(box)
             continue
-        landings.update(found)
+        landings.update(of_box)
         proof = due_proof(box.file)
         if proof is not None:
-            due.update({id(run.file): proof for run in found if run.file.size_bytes == proof.record.size_bytes})
-        for run in found:
+            due.update({id(run.file): proof for run in of_box if run.file.size_bytes == proof.record.size_bytes})
+        for run in of_box:
             wanted_bytes[id(run.file)] += run.size_bytes
     for file, proof in due.items():
         proof.widen_for(wanted_bytes[file])
-    return read_runs(landings, threads, direct, due) + sum(_fill_box(box) for box in others)
+    return read_runs(landings, threads, direct, due) + sum(map(_fill_box, through_format))
 
 
 def fill_tensor(tensor: WantedTensor) -> int:
@@ -104,10 +105,14 @@ def fill_tensor(tensor: WantedTensor) -> int:
 def _fill_box(box: WantedBox) -> int:
     if _is_expanded(box.local):
         return _fill_expanded(box)
-    if not box.view:
-        box.local.copy_(box.file.read(box.name).reshape(()))
-        return box.dtype.itemsize
-    return sum(_fill_rows(box, low, high) for low, high in _row_ranges(box))
+    first, rows = (box.mine.offsets[0], box.mine.sizes[0]) if box.view else (0, 1)
+    row, count = math.prod(box.view[1:]), 0
+    step = max(1, _SLICE_BYTES // max(1, row * box.dtype.itemsize))
+    for low in range(first, first + rows, step):
+        data = box.file.read(box.name, low * row, min(low + step, first + rows) * row)
+        _put_rows(box, low, data.view(-1, *box.view[1:]))
+        count += data.nbytes
+    return count
 
 
 def check_all(wanted: Iterable[WantedTensor]) -> None:
@@ -124,23 +129,20 @@ def readers_here() -> int:
 
 
 @dataclass(eq=False)
-class RowsLanding:
+class _RowsLanding:
     """Stages whole rows for a box that has part of the columns, or a tensor with gaps or another dtype."""
 
-    local: Tensor
-    mine: Box
-    view: tuple[int, ...]
-    dtype: torch.dtype  # stored
+    box: WantedBox
     low: int = 0  # rows of the box that are done
     filled: int = 0  # bytes in the stage
     stage: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def put(self, data: Tensor) -> None:
-        """Collect the next bytes; whole stages go into the tensor."""
-        row_bytes = math.prod(self.view[1:]) * self.dtype.itemsize
+        box, rows_of_box = self.box, self.box.mine.sizes[0]
+        row_bytes = math.prod(box.view[1:]) * box.dtype.itemsize
         step = max(1, _STAGE_BYTES // row_bytes)
         while data.numel():
-            rows = min(step, self.mine.sizes[0] - self.low)
+            rows = min(step, rows_of_box - self.low)
             if not self.stage.numel():
                 # separate pages: freed at once, without fragmenting the heap
                 self.stage = torch.frombuffer(new_block(rows * row_bytes), dtype=torch.uint8)
@@ -148,18 +150,29 @@ class RowsLanding:
             copy_bytes(self.stage, self.filled, data[:count])
             data, self.filled = data[count:], self.filled + count
             if self.filled == rows * row_bytes:
-                self._cut_out(self.stage[: self.filled].view(self.dtype).view(rows, *self.view[1:]))
+                whole = self.stage[: self.filled].view(box.dtype).view(rows, *box.view[1:])
+                _put_rows(box, box.mine.offsets[0] + self.low, whole)
+                self.low, self.filled = self.low + rows, 0
+                if self.low == rows_of_box:
+                    self.stage = self.stage.new_empty(0)
 
-    def _cut_out(self, rows: Tensor) -> None:
-        high = self.low + rows.shape[0]
-        self.local[self.low : high].copy_(_cut_columns(rows, self.mine, self.view))
-        self.low, self.filled = high, 0
-        if high == self.mine.sizes[0]:
-            self.stage = self.stage.new_empty(0)
+
+def _put_rows(box: WantedBox, low: int, rows: Tensor) -> None:
+    """Copy consecutive whole rows of the tensor, `low` the first of them, into the box, as far as it has them."""
+    if not box.view:
+        box.local.copy_(rows.reshape(()))
+        return
+    first = box.mine.offsets[0]
+    begin, end = max(low, first), min(low + rows.shape[0], first + box.mine.sizes[0])
+    if begin < end:
+        part = rows[begin - low : end - low]
+        for dim in range(1, len(box.view)):
+            part = part.narrow(dim, box.mine.offsets[dim], box.mine.sizes[dim])
+        box.local[begin - first : end - first].copy_(part)
 
 
 def _landings_of_box(box: WantedBox) -> dict[ByteRun, Landing] | None:
-    """The byte ranges of this rank's box and their landings; None if filling takes more than moving bytes."""
+    """The byte ranges of this rank's box and their landings; None if it is to be read through the file's format."""
     view, dtype = box.view, box.dtype
     local, mine, name, item = box.local, box.mine, box.name, dtype.itemsize
     run = whole_run(box.file, name)
@@ -174,7 +187,7 @@ def _landings_of_box(box: WantedBox) -> dict[ByteRun, Landing] | None:
         }
     row_bytes = math.prod(view[1:]) * item
     rows = ByteRun(name, run.file, run.start + mine.offsets[0] * row_bytes, mine.sizes[0] * row_bytes)
-    return {rows: RowsLanding(local, mine, view, dtype)}
+    return {rows: _RowsLanding(box)}
 
 
 def _run_starts(mine: Box, view: tuple[int, ...], last: int) -> Iterable[int]:
@@ -198,22 +211,6 @@ def _spec_problem(tensor: WantedTensor) -> str | None:
     return f"{name}: {spec.dtype} {list(spec.shape)} in the checkpoint, {wanted[1]} {list(wanted[0])} in this run"
 
 
-def _row_ranges(box: WantedBox) -> list[tuple[int, int]]:
-    """The rows of a box in runs of at most _SLICE_BYTES (or one row), counted from its first row."""
-    rows, row_bytes = box.mine.sizes[0], max(1, math.prod(box.view[1:]) * box.dtype.itemsize)
-    step = max(1, _SLICE_BYTES // row_bytes)
-    return [(low, min(low + step, rows)) for low in range(0, rows, step)]
-
-
-def _fill_rows(box: WantedBox, low: int, high: int) -> int:
-    """Read rows [low, high) of the box whole, and copy its columns of them."""
-    view, first = box.view, box.mine.offsets[0]
-    row = math.prod(view[1:])
-    data = box.file.read(box.name, (first + low) * row, (first + high) * row)
-    box.local[low:high].copy_(_cut_columns(data.view(high - low, *view[1:]), box.mine, view))
-    return data.nbytes
-
-
 def _is_expanded(local: Tensor) -> bool:
     """Whether several elements share memory, as in a result of `expand`."""
     return any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True))
@@ -222,21 +219,14 @@ def _is_expanded(local: Tensor) -> bool:
 def _fill_expanded(box: WantedBox) -> int:
     """Fill each memory location once. Raises LoadError if the elements that share it differ in the file."""
     local = box.local
-    fresh = torch.empty(local.shape, dtype=local.dtype)
-    taken = _fill_box(replace(box, local=fresh))
+    whole = torch.empty(local.shape, dtype=local.dtype)
+    size_bytes = _fill_box(replace(box, local=whole))
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in local.stride())
-    again = fresh[once].expand(local.shape).contiguous()
-    if not torch.equal(again.view(-1).view(torch.uint8), fresh.view(-1).view(torch.uint8)):
+    expanded = whole[once].expand(local.shape).contiguous()
+    if not torch.equal(expanded.view(-1).view(torch.uint8), whole.view(-1).view(torch.uint8)):
         raise LoadError(f"{box.name}: elements share memory here (made by expand), and differ in the checkpoint")
-    local[once].copy_(fresh[once])
-    return taken
-
-
-def _cut_columns(rows: Tensor, mine: Box, view: tuple[int, ...]) -> Tensor:
-    """The columns of the box in whole rows."""
-    for dim in range(1, len(view)):
-        rows = rows.narrow(dim, mine.offsets[dim], mine.sizes[dim])
-    return rows
+    local[once].copy_(whole[once])
+    return size_bytes
 
 
 Filler = Callable[[str, Callable[[], list[WantedTensor]]], None]  # (name in errors, function that lists the tensors)
@@ -266,58 +256,95 @@ def choose_filler(way: str, ranks: Ranks, bucket_bytes: int) -> Filler:
     chosen = _is_whole_everywhere if way == "broadcast" else _is_small
 
     def fill(what: str, collect: Callable[[], list[WantedTensor]]) -> None:
-        ready, error = try_action(lambda: _BroadcastPlan(collect(), bucket_bytes, chosen))
-        ranks.agree(f"reading {what}", {"tensors": "" if ready is None else ready.digest}, error, same=("tensors",))
-        broadcast_tensors(ready, ranks)
-        fill_all(ready.own)
+        plan, error = try_action(lambda: _BroadcastPlan(collect(), bucket_bytes, chosen))
+        ranks.agree(f"reading {what}", {"tensors": "" if plan is None else plan.digest}, error, same=("tensors",))
+        broadcast_tensors(plan, ranks)
+        fill_all(plan.own)
 
     return fill
+
+
+class _Rows(NamedTuple):
+    """Rows [low, high) of a tensor's view, and their place in a bucket."""
+
+    tensor: WantedTensor
+    low: int
+    high: int
+    start: int
+    stop: int  # both in bytes
 
 
 class _BroadcastPlan:
     """The tensors to fill and all memory for it, allocated first, so that no rank fails between broadcasts.
 
-    Needs `bucket_bytes` beside the tensors. Raises as `check_all`.
+    Needs `bucket_bytes` beside the tensors, or the memory of one row if a row alone is larger. Raises as `check_all`.
     """
 
     def __init__(self, wanted: list[WantedTensor], bucket_bytes: int, chosen: Callable[[WantedTensor], bool]) -> None:
         check_all(wanted)
         self.common = _in_file_order([tensor for tensor in wanted if chosen(tensor)])
         self.own = [tensor for tensor in wanted if not chosen(tensor)]
-        self.size_bytes = sum(tensor.info.size_bytes for tensor in self.common)
-        self.bucket = torch.empty(min(bucket_bytes, self.size_bytes) + 1, dtype=torch.uint8, device=wire_device())
-        self.stream = _TensorStream(self.common)
+        self.buckets = _cut_into_buckets(self.common, bucket_bytes)
+        size_bytes = max((bucket[-1].stop for bucket in self.buckets), default=0)
+        self.room = torch.empty(size_bytes + 1, dtype=torch.uint8, device=wire_device())
 
     @property
     def digest(self) -> str:
         """Equal on ranks that expect the same tensors."""
-        expected = "\n".join(f"{tensor.name} {tensor.info.shape} {tensor.info.dtype}" for tensor in self.common)
+        described = ((one.name, one.info.shape, one.info.dtype, one.info.sharding.view) for one in self.common)
+        expected = "\n".join(map(str, described))
         return hashlib.blake2b(expected.encode(), digest_size=8).hexdigest()
 
 
-def broadcast_tensors(ready: _BroadcastPlan, ranks: Ranks) -> None:
+def _cut_into_buckets(wanted: Sequence[WantedTensor], limit: int) -> list[list[_Rows]]:
+    """The tensors cut at whole rows into buckets of at most `limit` bytes, or one row."""
+    buckets: list[list[_Rows]] = []
+    for tensor in wanted:
+        view = tensor.info.sharding.view
+        rows, row_bytes = view[0] if view else 1, math.prod(view[1:]) * tensor.info.dtype.itemsize
+        step = max(1, limit // max(1, row_bytes))
+        for low in range(0, rows if row_bytes else 0, step):
+            high = min(low + step, rows)
+            start = padded_size(buckets[-1][-1].stop) if buckets else limit
+            if start + (high - low) * row_bytes > limit:
+                buckets.append([])
+                start = 0
+            buckets[-1].append(_Rows(tensor, low, high, start, start + (high - low) * row_bytes))
+    return buckets
+
+
+def broadcast_tensors(plan: _BroadcastPlan, ranks: Ranks) -> None:
     """Fill each rank's part of tensors that rank 0 reads. Collective, with the same tensors on all ranks.
 
     Raises the error of reading on rank 0, RankError on the others.
     """
     import torch.distributed as dist
 
-    bucket, stream, total, step = ready.bucket, ready.stream, ready.size_bytes, ready.bucket.numel() - 1
-    feed = _PieceFeed(_stored_pieces(ready.common)) if ranks.leads else None
-    for start in range(0, total, max(step, 1)):
-        size = min(step, total - start)
-        error = None
+    room = plan.room
+    feed = _PieceFeed(_stored_pieces(plan.common)) if ranks.leads else None
+    own_error = None
+    for bucket in plan.buckets:
+        size, error = bucket[-1].stop, None
         if feed is not None:
-            _, error = try_action(lambda: feed.fill(bucket[:size]))  # noqa: B023 - called at once
-            bucket[size] = int(error is not None)
-        dist.broadcast(bucket[: size + 1], src=0)
+            _, error = try_action(lambda: feed.fill_all(room[rows.start : rows.stop] for rows in bucket))  # noqa: B023 - called at once
+            room[size] = int(error is not None)
+        dist.broadcast(room[: size + 1], src=0)
         if error is not None:
             raise error
-        if bucket[size].item():
+        if room[size].item():
             raise RankError("rank 0 could not read the checkpoint; its own error says why")
-        stream.put(bucket[:size])
-    if stream.error is not None:  # raised last, because the broadcasts needed this rank
-        raise stream.error
+        if own_error is None:
+            _, own_error = try_action(lambda: _take_from(bucket, room))  # noqa: B023 - called at once
+    if own_error is not None:  # raised last, because the broadcasts needed this rank
+        raise own_error
+
+
+def _take_from(bucket: Sequence[_Rows], room: Tensor) -> None:
+    """Copy this rank's elements from the memory of a bucket."""
+    for rows in bucket:
+        shape = (rows.high - rows.low, *rows.tensor.info.sharding.view[1:])
+        for box in rows.tensor.in_boxes():
+            _put_rows(box, rows.low, bytes_as(room, rows.start, box.dtype, shape))
 
 
 def _is_whole_everywhere(tensor: WantedTensor) -> bool:
@@ -341,113 +368,34 @@ def _in_file_order(wanted: list[WantedTensor]) -> list[WantedTensor]:
     return sorted(wanted, key=lambda tensor: (order[id(tensor.file)], places[id(tensor.file)][tensor.name]))
 
 
-class _TensorStream:
-    """Splits one stream of bytes into the tensors."""
-
-    def __init__(self, wanted: Sequence[WantedTensor]) -> None:
-        self.error: BaseException | None = None
-        landings = [
-            (tensor.info.size_bytes, _SeveralLandings(map(_box_landing, tensor.in_boxes()))) for tensor in wanted
-        ]
-        self._places = iter([(size_bytes, landing) for size_bytes, landing in landings if size_bytes])
-        self._left = 0
-        self._landing: Landing | None = None
-
-    def put(self, data: Tensor) -> None:
-        """Store the next bytes. After an error, kept in `error`, further bytes are discarded."""
-        while data.numel():
-            if not self._left:
-                self._left, self._landing = next(self._places)
-            count = min(self._left, data.numel())
-            if self._landing is not None and self.error is None:
-                landing = self._landing
-                _, self.error = try_action(lambda: landing.put(data[:count]))  # noqa: B023 - called at once
-            data, self._left = data[count:], self._left - count
-
-
 class _PieceFeed:
-    """Regroups pieces of any size into buckets."""
+    """Regroups pieces of bytes of any size."""
 
     def __init__(self, pieces: Iterator[Tensor]) -> None:
         self._pieces, self._rest = pieces, torch.empty(0, dtype=torch.uint8)
 
-    def fill(self, bucket: Tensor) -> None:
-        """Fill `bucket` with the next bytes."""
-        while bucket.numel():
-            if not self._rest.numel():
-                self._rest = next(self._pieces)
-            count = min(bucket.numel(), self._rest.numel())
-            bucket[:count].copy_(self._rest[:count])
-            bucket, self._rest = bucket[count:], self._rest[count:]
+    def fill_all(self, targets: Iterable[Tensor]) -> None:
+        """Fill `targets`, one after the other, with the next bytes."""
+        for target in targets:
+            left = target
+            while left.numel():
+                if not self._rest.numel():
+                    self._rest = next(self._pieces)
+                count = min(left.numel(), self._rest.numel())
+                left[:count].copy_(self._rest[:count])
+                left, self._rest = left[count:], self._rest[count:]
 
 
 @torch.no_grad()
 def _stored_pieces(wanted: Sequence[WantedTensor]) -> Iterator[Tensor]:
     """The bytes of the stored tensors in order; each piece is valid until the next."""
-    placed = [(tensor, whole_run(tensor.file, tensor.name)) for tensor in wanted]
-    for plain, some in groupby(placed, lambda item: item[1] is not None):
-        if plain:
-            for part in read_ahead(run for _, run in some if run is not None):
+    with_runs = [(tensor, whole_run(tensor.file, tensor.name)) for tensor in wanted]
+    for is_plain, group in groupby(with_runs, lambda item: item[1] is not None):
+        if is_plain:
+            for part in read_ahead(run for _, run in group if run is not None):
                 yield bytes_at(part.address, part.size_bytes)
             continue
-        for (tensor, _), numel in ((item, item[0].info.numel) for item in some):
-            step = max(1, _BROADCAST_BYTES // tensor.info.dtype.itemsize)
+        for tensor, _ in group:
+            step, numel = max(1, _BROADCAST_BYTES // tensor.info.dtype.itemsize), tensor.info.numel
             for start in range(0, numel, step):
                 yield tensor.file.read(tensor.name, start, min(start + step, numel)).view(torch.uint8)
-
-
-class _SeveralLandings(tuple[Landing, ...]):
-    """Several landings for the same bytes."""
-
-    def put(self, data: Tensor) -> None:
-        """The next bytes."""
-        for landing in self:
-            landing.put(data)
-
-
-def _box_landing(box: WantedBox) -> Landing:
-    """The landing of one box in a stream of all bytes of the tensor."""
-    row_bytes = math.prod(box.view[1:]) * box.dtype.itemsize
-    start, rows = (box.mine.offsets[0], box.mine.sizes[0]) if box.view else (0, 1)
-    return _RangeLanding(_rows_landing(box, rows * row_bytes), start * row_bytes, (start + rows) * row_bytes)
-
-
-def _rows_landing(box: WantedBox, size_bytes: int) -> Landing:
-    """The landing of the rows of a box, which may have part of their columns."""
-    local = box.local
-    if box.mine.sizes[1:] != box.view[1:]:
-        return RowsLanding(local, box.mine, box.view, box.dtype)
-    if type(local) in PLAIN and local.is_contiguous() and local.dtype == box.dtype:
-        return StraightLanding(local)
-    return _CastLanding(local, box.dtype, torch.empty(size_bytes, dtype=torch.uint8))
-
-
-@dataclass
-class _RangeLanding:
-    """Passes on bytes [start, stop) of a stream and discards the others."""
-
-    inner: Landing
-    start: int
-    stop: int
-    at: int = 0
-
-    def put(self, data: Tensor) -> None:
-        """The next bytes."""
-        low, high = max(self.start - self.at, 0), min(self.stop - self.at, data.numel())
-        if low < high:
-            self.inner.put(data[low:high])
-        self.at += data.numel()
-
-
-class _CastLanding:
-    """Stages a tensor whose dtype or layout differs from the stored one, then copies it by torch."""
-
-    def __init__(self, local: Tensor, dtype: torch.dtype, stage: Tensor) -> None:
-        self._local, self._dtype, self._stage, self._at = local, dtype, stage, 0
-
-    def put(self, data: Tensor) -> None:
-        """Stage the next bytes; the last ones fill the tensor."""
-        self._stage[self._at : self._at + data.numel()].copy_(data)
-        self._at += data.numel()
-        if self._at == self._stage.numel():
-            self._local.copy_(self._stage.view(self._dtype).view(self._local.shape))

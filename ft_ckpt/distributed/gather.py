@@ -229,11 +229,11 @@ class _BucketCarrier:
         mine = [own for unit in moving for own in unit.own_data(self.ranks.rank)]
         if not mine:
             return None
-        packed = self._reuse_buffer("packed", sum(_padded_size(own.nbytes) for own in mine))
+        packed = self._reuse_buffer("packed", sum(padded_size(own.nbytes) for own in mine))
         position = 0
         for own in mine:
-            _bytes_as(packed, position, own.dtype, own.shape).copy_(own)
-            position += _padded_size(own.nbytes)
+            bytes_as(packed, position, own.dtype, own.shape).copy_(own)
+            position += padded_size(own.nbytes)
         return packed
 
     def _receive_rows(self, moving: list[_RowRange]) -> dict[int, Tensor]:
@@ -244,8 +244,8 @@ class _BucketCarrier:
         rows, position = {}, 0
         for unit in moving:
             shape = (unit.high - unit.low, *unit.info.sharding.view[1:])
-            rows[id(unit)] = _bytes_as(room, position, unit.info.dtype, shape)
-            position += _padded_size(unit.size_bytes)
+            rows[id(unit)] = bytes_as(room, position, unit.info.dtype, shape)
+            position += padded_size(unit.size_bytes)
         owners = sorted(set(chain.from_iterable(unit.info.sharding.owners for unit in moving)))
         for rank in owners:
             if rank == self.ranks.rank:
@@ -255,9 +255,7 @@ class _BucketCarrier:
                 continue
             parts = [(unit, part) for unit in moving for part in unit.parts_of_rank(rank)]
             if parts:
-                packed = self._reuse_buffer(
-                    "packed", sum(_padded_size(_part_bytes(unit, part)) for unit, part in parts)
-                )
+                packed = self._reuse_buffer("packed", sum(padded_size(_part_bytes(unit, part)) for unit, part in parts))
                 with _as_rank_error(f"receiving tensors of rank {rank}"):
                     dist.recv(packed, src=rank)
                 _unpack_rows(packed, parts, rows)
@@ -285,7 +283,7 @@ def _as_rank_error(action: str) -> Iterator[None]:
 
 
 def _rows_bytes(bucket: list[_RowRange], to: int) -> int:
-    return sum(_padded_size(unit.size_bytes) for unit in bucket if moves_to(unit.info, to))
+    return sum(padded_size(unit.size_bytes) for unit in bucket if moves_to(unit.info, to))
 
 
 def _sending_ranks(moving: list[_RowRange], to: int) -> list[int]:
@@ -297,15 +295,15 @@ def _sending_ranks(moving: list[_RowRange], to: int) -> list[int]:
 def _unpack_rows(packed: Tensor, parts: list[tuple[_RowRange, Box]], rows: Mapping[int, Tensor]) -> None:
     position = 0
     for unit, part in parts:
-        _paste_part(rows[id(unit)], unit, part, _bytes_as(packed, position, unit.info.dtype, part.sizes))
-        position += _padded_size(_part_bytes(unit, part))
+        _paste_part(rows[id(unit)], unit, part, bytes_as(packed, position, unit.info.dtype, part.sizes))
+        position += padded_size(_part_bytes(unit, part))
 
 
 def _part_bytes(unit: _RowRange, part: Box) -> int:
     return math.prod(part.sizes) * unit.info.dtype.itemsize
 
 
-def _padded_size(size: int) -> int:
+def padded_size(size: int) -> int:
     """`size` rounded up so that whatever follows it in a buffer is aligned for every dtype."""
     return size + -size % 16
 
@@ -317,7 +315,7 @@ def _paste_part(rows: Tensor, unit: _RowRange, part: Box, data: Tensor) -> None:
     box.copy_(data)
 
 
-def _bytes_as(flat: Tensor, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+def bytes_as(flat: Tensor, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """The bytes of `flat` from `start` on, seen as a tensor."""
     stop = start + math.prod(shape) * dtype.itemsize
     return flat[start:stop].view(dtype).view(tuple(shape))
