@@ -1,14 +1,14 @@
 """Gathers the elements of tensors on one rank: rank 0, or the writer of a file.
 
-`stream_buckets` brings chosen tensors there a bucket at a time, so that it never holds more than its own shard and the
-bucket. Every rank works out alone which rank sends what, so nothing but tensor bytes is sent.
+`stream_buckets` moves chosen tensors there one bucket at a time, so that the rank never holds more than its own shard
+and the bucket. Every rank computes which rank sends which elements, so only tensor bytes are sent.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 import xxhash
@@ -24,9 +24,9 @@ from ft_ckpt.errors import RankError
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Consecutive elements of one tensor on the rank they come to, flat, valid until the next chunk is asked for.
+    """Consecutive elements of one tensor on the receiving rank, flat, valid until the next chunk is requested.
 
-    They may lie on that rank's accelerator.
+    They may be on that rank's accelerator.
     """
 
     name: str
@@ -45,7 +45,7 @@ def stream_chunks(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int, to:
 
 
 def stream_buckets(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int, to: int = 0) -> Iterator[Iterator[Chunk]]:
-    """As `stream_chunks`, bucket by bucket: each moves when all ranks iterate over it, in the same order of buckets."""
+    """As `stream_chunks`, by bucket: each is moved when all ranks iterate over it, in the same order of buckets."""
     buckets = list(_cut_buckets(chosen, bucket_bytes // 2, to))  # one half is filled from the other
     courier = _BucketCarrier(ranks, max((_rows_bytes(bucket, to) for bucket in buckets), default=0), to)
     yield from map(courier.carry_bucket, buckets)
@@ -117,21 +117,17 @@ class _RowRange:
         """This rank's elements of each of `parts_of_rank(rank)`."""
         memories = box_memories(self.boxes_of_rank(rank), self.local)
         placed = [(box, self._part_of_box(box), memory) for box, memory in memories]
-        return [_rows_in_memory(box, part, memory) for box, part, memory in placed if part is not None]
+        return [
+            memory[part.offsets[0] - box.offsets[0] :][: part.sizes[0]] if part.sizes else memory
+            for box, part, memory in placed
+            if part is not None
+        ]
 
     def _part_of_box(self, box: Box) -> Box | None:
         if not box.sizes:
             return box
         low, high = max(box.offsets[0], self.low), min(box.offsets[0] + box.sizes[0], self.high)
         return Box((low, *box.offsets[1:]), (high - low, *box.sizes[1:])) if low < high else None
-
-
-def _rows_in_memory(box: Box, part: Box, memory: Tensor) -> Tensor:
-    """The elements of `part`, rows of `box`, in the memory of the box."""
-    if not part.sizes:
-        return memory
-    begin = part.offsets[0] - box.offsets[0]
-    return memory[begin : begin + part.sizes[0]]
 
 
 def moves_to(info: Source, to: int) -> bool:
@@ -150,7 +146,7 @@ def _is_everywhere(info: Source) -> bool:
 def _cut_buckets(chosen: Sequence[Source], limit: int, to: int) -> Iterator[list[_RowRange]]:
     """The tensors cut at whole rows into lists of units of at most `limit` bytes (or one row).
 
-    What moves between ranks is cut the same way on all of them: it shares no bucket with what does not.
+    Tensors that move are cut the same way on all ranks, so they share no bucket with tensors that do not move.
     """
     bucket: list[_RowRange] = []
     room = limit
@@ -188,7 +184,7 @@ class _BucketCarrier:
     """Carries buckets to the rank `to` through two buffers that are allocated once and reused."""
 
     ranks: Ranks
-    most: int  # bytes of all rows that come together, in any bucket
+    most: int  # bytes of the largest bucket
     to: int = 0
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
@@ -199,7 +195,7 @@ class _BucketCarrier:
         moving = [unit for unit in bucket if moves_to(unit.info, self.to)]
         together = any(unit.info.sharding.is_opaque for unit in bucket)
         if self.ranks.rank != self.to:
-            packed = self._pack_own(moving)  # first: once it has its turn, nothing is left that can fail
+            packed = self._pack_own(moving)  # before its turn, so that nothing can fail after it
             if moving or together:
                 self.ranks.await_receive_slot(together or packed is not None, self.to)
             if packed is not None:
@@ -211,7 +207,8 @@ class _BucketCarrier:
             return
         if (moving or together) and self.ranks.size > 1:
             others = [rank for rank in range(self.ranks.size) if rank != self.to]
-            self.ranks.open_receive_slot(others if together else _sending_ranks(moving, self.to))
+            senders = [rank for rank in others if any(unit.parts_of_rank(rank) for unit in moving)]
+            self.ranks.open_receive_slot(others if together else senders)
         filled = self._receive_rows(moving) if moving else {}
         for unit in bucket:
             yield Chunk(unit.info.name, unit.low * unit.row_numel, self._data_of_rows(unit, filled))
@@ -240,7 +237,7 @@ class _BucketCarrier:
         """The full rows of each unit, by id of the unit, in the receive buffer."""
         import torch.distributed as dist
 
-        room = self._reuse_buffer("rows", self.most)  # at once: a reader of the last chunk keeps a smaller one alive
+        room = self._reuse_buffer("rows", self.most)  # full size: a reader of the last chunk would keep a smaller alive
         rows, position = {}, 0
         for unit in moving:
             shape = (unit.high - unit.low, *unit.info.sharding.view[1:])
@@ -255,22 +252,25 @@ class _BucketCarrier:
                 continue
             parts = [(unit, part) for unit in moving for part in unit.parts_of_rank(rank)]
             if parts:
-                packed = self._reuse_buffer("packed", sum(padded_size(_part_bytes(unit, part)) for unit, part in parts))
+                sizes = [padded_size(math.prod(part.sizes) * unit.info.dtype.itemsize) for unit, part in parts]
+                packed = self._reuse_buffer("packed", sum(sizes))
                 with _as_rank_error(f"receiving tensors of rank {rank}"):
                     dist.recv(packed, src=rank)
-                _unpack_rows(packed, parts, rows)
+                for (unit, part), start in zip(parts, accumulate(sizes, initial=0), strict=False):
+                    _paste_part(rows[id(unit)], unit, part, bytes_as(packed, start, unit.info.dtype, part.sizes))
         return rows
 
     def _reuse_buffer(self, use: str, size: int) -> Tensor:
-        """The first `size` bytes of the buffer for `use`, which grows if it must."""
-        held = self.buffers.get(use)
-        if held is None or held.numel() < size:
-            self.buffers.pop(use, None)  # the old one goes before the larger one comes
-            # Large enough for what a rank brings of a full bucket: growing is rare then, and the backend may hold on to
-            # a buffer that has grown out of use.
+        """The first `size` bytes of the buffer for `use`, which grows if necessary."""
+        buffer = self.buffers.get(use)
+        if buffer is None or buffer.numel() < size:
+            self.buffers.pop(use, None)
+            del buffer  # frees it before the larger one is allocated
+            # At least the share of one rank in a full bucket: growing is rare then, and the backend may keep a buffer
+            # that is no longer used.
             usual = self.most // self.ranks.size
-            held = self.buffers[use] = torch.empty(max(size, usual), dtype=torch.uint8, device=wire_device())
-        return held[:size]
+            buffer = self.buffers[use] = torch.empty(max(size, usual), dtype=torch.uint8, device=wire_device())
+        return buffer[:size]
 
 
 @contextmanager
@@ -286,25 +286,8 @@ def _rows_bytes(bucket: list[_RowRange], to: int) -> int:
     return sum(padded_size(unit.size_bytes) for unit in bucket if moves_to(unit.info, to))
 
 
-def _sending_ranks(moving: list[_RowRange], to: int) -> list[int]:
-    """The ranks other than `to` that contribute to these units."""
-    owners = set(chain.from_iterable(unit.info.sharding.owners for unit in moving)) - {to}
-    return sorted(rank for rank in owners if any(unit.parts_of_rank(rank) for unit in moving))
-
-
-def _unpack_rows(packed: Tensor, parts: list[tuple[_RowRange, Box]], rows: Mapping[int, Tensor]) -> None:
-    position = 0
-    for unit, part in parts:
-        _paste_part(rows[id(unit)], unit, part, bytes_as(packed, position, unit.info.dtype, part.sizes))
-        position += padded_size(_part_bytes(unit, part))
-
-
-def _part_bytes(unit: _RowRange, part: Box) -> int:
-    return math.prod(part.sizes) * unit.info.dtype.itemsize
-
-
 def padded_size(size: int) -> int:
-    """`size` rounded up so that whatever follows it in a buffer is aligned for every dtype."""
+    """`size` rounded up so that the next tensor in a buffer is aligned for every dtype."""
     return size + -size % 16
 
 

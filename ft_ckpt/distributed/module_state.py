@@ -1,16 +1,16 @@
 """Extra state: entries of torch's `state_dict()` beside parameters and buffers.
 
-Most modules list their parameters and persistent buffers, and nothing else. Some have extra state, a way of saving of
-their own, or hooks that add to what is listed: that is found by asking them, and given back through their own loading.
-Wrappers are recognised by type, since a module of the user may have the same name.
+Most modules list their parameters and persistent buffers only. Some have extra state, override the listing, or have
+hooks that add entries. These entries are collected as torch does, and restored by the loading methods of the modules.
+Wrappers are recognised by type, because a module of the user may have the same name.
 """
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
-from operator import contains, itemgetter
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from torch.nn.parameter import is_lazy
 from ft_ckpt.distributed.wrappers import (
     hides_tensors,
     is_engine_code,
-    list_modules,
     local_part,
     walk_modules,
     wrapped_key,
@@ -35,16 +34,16 @@ EXTRA_STATE = "_extra_state"  # torch's name for it
 class AddedValue:
     """One value that a module lists beside parameters and buffers."""
 
-    raw: str  # with the wrapper parts of the module's path
-    value: Any  # of this moment: a tensor or anything else
-    owner: nn.Module  # that lists it
+    raw: str  # name with the wrapper steps of the module's path
+    value: Any  # current value: a tensor or any object
+    owner: nn.Module  # the module that lists it
     prefix: str  # canonical, of the owner's names
 
 
 def wrapper_steps(pairs: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """The steps that wrappers put into the raw names of (name, raw name) `pairs`.
+    """The steps of wrappers in the raw names of (name, raw name) `pairs`.
 
-    Raises SelectionError where a module of the user's has the name of such a step: the two cannot be told apart.
+    Raises SelectionError if a module of the user has the name of such a step, because the two cannot be distinguished.
     """
     named = [(name.split("."), raw.split(".")) for name, raw in pairs if name != raw]
     steps = frozenset(step for name, raw in named for step in _steps_put_in(name, raw))
@@ -55,105 +54,103 @@ def wrapper_steps(pairs: Iterable[tuple[str, str]]) -> frozenset[str]:
 
 
 def _steps_put_in(name: list[str], raw: list[str]) -> list[str]:
-    """The steps of `raw` that `name` is without."""
+    """The steps of `raw` that are not in `name`."""
     left = list(name)
     return [step for step in raw if not (left and left[0] == step and left.pop(0))]
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether `module` lists its parameters and persistent buffers and nothing else."""
-    own = vars(module)
-    if not _is_plain_class(type(module)) or "state_dict" in own or "_save_to_state_dict" in own:
-        return wrapped_key(module) is not None
-    if not own["_state_dict_hooks"] and not own["_state_dict_pre_hooks"]:
-        return True
-    hooks = (*own["_state_dict_hooks"].values(), *own["_state_dict_pre_hooks"].values())
-    return wrapped_key(module) is not None or not any(map(_is_users, hooks))
-
-
 def are_plain(modules: Sequence[nn.Module]) -> bool:
-    """Whether all of them are: all are asked one thing, then the next, since training waits for it."""
-    own = [*map(vars, modules)]
-    is_odd = any(any(map(contains, own, repeat(name))) for name in ("state_dict", "_save_to_state_dict"))
-    is_odd = is_odd or any(any(map(itemgetter(name), own)) for name in ("_state_dict_hooks", "_state_dict_pre_hooks"))
-    if not is_odd and all(map(_is_plain_class, {*map(type, modules)})):
+    """Whether all `modules` list their parameters and persistent buffers and nothing else."""
+    changed = {cls for cls in {*map(type, modules)} if _has_own_listing(cls)}
+    return all(map(partial(_is_plain, changed), modules))
+
+
+def _is_plain(changed: Container[type], module: nn.Module) -> bool:
+    """Whether a module is a wrapper, or has torch's listing; `changed`: classes with their own."""
+    own = vars(module)
+    overrides = type(module) in changed or "state_dict" in own or "_save_to_state_dict" in own
+    hooks = own["_state_dict_hooks"], own["_state_dict_pre_hooks"]
+    if not overrides and not any(hooks):
         return True
-    return all(map(_is_plain, modules))
+    users = overrides or any(map(_is_users, chain.from_iterable(each.values() for each in hooks)))
+    return not users or wrapped_key(module) is not None
 
 
 def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, AddedValue]:
-    """The state of `root` beside its `live` tensors, by canonical name, without further entries for these.
+    """The state of `root` beside its `live` tensors, by canonical name; other names of `live` tensors are left out.
 
-    Moves nothing, and calls no collective: FSDP1's own listing is passed by. Raises SelectionError naming a module that
+    Moves nothing, and calls no collective: FSDP1's own listing is not used. Raises SelectionError naming a module that
     fails to list its state.
     """
-    if are_plain(list_modules(root)[0]):
-        return {}
     known = {id(tensor) for tensor in live.values()} | {_memory_key(tensor) for tensor in live.values()} - {None}
     lister = _StateLister()
     lister.list_module(root, "", "")
     return {
-        name: one
-        for name, one in lister.found.items()
-        if not is_lazy(one.value)
+        name: entry
+        for name, entry in lister.found.items()
+        if not is_lazy(entry.value)
         and name not in live
-        and id(one.value) not in known
-        and (_memory_key(one.value) or one) not in known
+        and id(entry.value) not in known
+        and (_memory_key(entry.value) or entry) not in known
     }
 
 
 def load_added_state(root: nn.Module, live: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Give `values`, which `added_state` listed when they were saved, to their modules, the way each loads them.
+    """Restore `values`, which `added_state` listed at the save, by the loading methods of their modules.
 
-    Raises LoadError naming what is not listed here, or not among `values`, or still differs when all is loaded.
+    Raises LoadError naming values that are not listed by this model, missing, or different after loading.
     """
-    here = added_state(root, live)
-    problems = [f"{name}: in the checkpoint, not listed by this model" for name in values if name not in here]
-    problems += [f"{name}: listed by this model, not in the checkpoint" for name in here if name not in values]
-    owners = {id(one.owner): one for one in here.values()}
-    for owner in owners.values() if not problems else ():
-        problems += _load_added(owner, live, {n: values[n] for n, one in here.items() if one.owner is owner.owner})
-    for name, one in added_state(root, live).items() if not problems else ():
-        if not _same_values(one.value, values[name]):
-            _overwrite_live(one.value, values[name])  # what is listed as it is, though no loading knows of it
-    problems += [
-        f"{name}: listed by {type(one.owner).__name__}, which does not take it back when it is loaded"
-        for name, one in (added_state(root, live).items() if not problems else ())
-        if not name.endswith(EXTRA_STATE) and not _same_values(one.value, values[name])
-    ]
+    listed = added_state(root, live)
+    problems = [f"{name}: in the checkpoint, not listed by this model" for name in values if name not in listed]
+    problems += [f"{name}: listed by this model, not in the checkpoint" for name in listed if name not in values]
+    if not problems:
+        for first in {id(entry.owner): entry for entry in listed.values()}.values():
+            own = {name: values[name] for name, entry in listed.items() if entry.owner is first.owner}
+            problems += _load_added(first, live, own)
+    if not problems:
+        for name, entry in added_state(root, live).items():
+            stored, live_value = values[name], entry.value
+            is_ignored = not _same_values(live_value, stored)  # by the loading, which does not know of it
+            if is_ignored and isinstance(live_value, Tensor) and live_value.shape == getattr(stored, "shape", None):
+                live_value.detach().copy_(stored)
+        problems = [
+            f"{name}: listed by {type(entry.owner).__name__}, which does not take it back when it is loaded"
+            for name, entry in added_state(root, live).items()
+            if not name.endswith(EXTRA_STATE) and not _same_values(entry.value, values[name])
+        ]
     if problems:
         raise LoadError(listing(problems))
 
 
 def refuse_one_way_state(found: Mapping[str, AddedValue]) -> None:
-    """Raise SelectionError naming extra state that its module can tell and not take back."""
-    setters = {name: getattr(type(one.owner), "set_extra_state", None) for name, one in found.items()}
+    """Raise SelectionError naming extra state of modules that cannot restore it."""
+    setters = {name: getattr(type(entry.owner), "set_extra_state", None) for name, entry in found.items()}
     lost = [n for n, put in setters.items() if n.endswith(EXTRA_STATE) and put is nn.Module.set_extra_state]
     if lost:
         raise SelectionError(
             f"{listing(lost, ', ')}: the module has get_extra_state() and no set_extra_state(), so a run could not be "
-            "resumed with it; give it both"
+            "resumed with it; define set_extra_state() as well"
         )
 
 
 def takes_extra_state(root: nn.Module, name: str) -> bool:
-    """Whether `name` is the extra state of a module below `root` that can be given some."""
+    """Whether `name` is the extra state of a module below `root` that has set_extra_state()."""
     owners = {f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: module for path, _, module in walk_modules(root)}
     return name in owners and _has_own_method(owners[name], "set_extra_state")
 
 
 @dataclass
 class _StateLister:
-    """Lists the state of modules as torch does, and notes which module listed a value first."""
+    """Lists the state of modules as torch does, and records which module listed a value first."""
 
     listed: "OrderedDict[str, Any]" = field(default_factory=OrderedDict)
     found: dict[str, AddedValue] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.listed._metadata = OrderedDict()  # type: ignore[attr-defined]  # as torch's has it, for hooks
+        self.listed._metadata = OrderedDict()  # type: ignore[attr-defined]  # as in torch, for hooks
 
     def list_module(self, module: nn.Module, prefix: str, raw: str) -> None:
-        """List the state of `module` and its submodules. Raises SelectionError for one that fails."""
+        """List the state of `module` and its submodules. Raises SelectionError naming one that fails."""
         try:
             self._list_unguarded(module, prefix, raw)
         except SelectionError:
@@ -168,7 +165,7 @@ class _StateLister:
         inner = wrapped_key(module)
         if inner is not None:
             self.list_module(module._modules[inner], prefix, f"{raw}{inner}.")  # type: ignore[arg-type]  # there is one
-        elif _has_own_method(module, "state_dict") and not _hides_own_tensors(module):  # which gathers when it is asked
+        elif _has_own_method(module, "state_dict") and not any(map(hides_tensors, module.modules())):  # or it gathers
             whole = module.state_dict() if not prefix else module.state_dict(prefix=prefix, keep_vars=True)
             self._note_listed(module, prefix, raw, whole)
         else:
@@ -177,8 +174,8 @@ class _StateLister:
     def _as_torch_does(self, module: nn.Module, prefix: str, raw: str) -> None:
         metadata = {"version": module._version}
         self.listed._metadata[prefix[:-1]] = metadata  # type: ignore[attr-defined]
-        for before in filter(_is_users, module._state_dict_pre_hooks.values()):
-            before(module, prefix, True)
+        for pre_hook in filter(_is_users, module._state_dict_pre_hooks.values()):
+            pre_hook(module, prefix, True)
         own: dict[str, Any] = {}
         module._save_to_state_dict(own, prefix, True)
         self._note_listed(module, prefix, raw, own)
@@ -199,9 +196,9 @@ class _StateLister:
         self.listed.update(now)
 
 
-def _load_added(one: AddedValue, live: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
-    """Let the owner of `one` load its `values`, beside its own tensors as they are; returns its complaints."""
-    owner, prefix = one.owner, one.prefix
+def _load_added(first: AddedValue, live: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
+    """Let the owner of `first` load its `values` together with its current tensors; returns its errors."""
+    owner, prefix = first.owner, first.prefix
     below = {name: t.detach() for name, t in live.items() if isinstance(t, Tensor) and name.startswith(prefix)}
     state = OrderedDict({**below, **values})
     errors: list[str] = []
@@ -212,7 +209,7 @@ def _load_added(one: AddedValue, live: Mapping[str, Any], values: Mapping[str, A
         owner._load_from_state_dict(state, prefix, {"version": owner._version}, True, [], [], errors)
         for hook in owner._load_state_dict_post_hooks.values():
             hook(owner, _IncompatibleKeys([], []))
-    except Exception as error:  # noqa: BLE001 - anybody's module
+    except Exception as error:  # noqa: BLE001 - code of the user's module
         errors.append(f"{type(error).__name__}: {error}")
     return [f"{next(iter(values))}: {type(owner).__name__} cannot load it: {error}" for error in errors]
 
@@ -221,21 +218,15 @@ def _has_own_method(module: nn.Module, method: str) -> bool:
     return method in vars(module) or getattr(type(module), method) is not getattr(nn.Module, method)
 
 
-def _is_plain_class(kind: type) -> bool:
-    """Whether the class keeps torch's default methods for module state."""
-    return all(
-        getattr(kind, method) is getattr(nn.Module, method)
-        for method in ("state_dict", "_save_to_state_dict", "get_extra_state")
-    )
+def _has_own_listing(cls: type) -> bool:
+    """Whether the class overrides torch's methods that list the state of a module."""
+    methods = ("state_dict", "_save_to_state_dict", "get_extra_state")
+    return any(getattr(cls, method) is not getattr(nn.Module, method) for method in methods)
 
 
 def _is_users(hook: Any) -> bool:
-    """Whether a hook is not an engine's own, which brings tensors in order and adds none."""
+    """Whether a hook is not an engine's, which gathers or reorders tensors and adds none."""
     return not is_engine_code(str(getattr(getattr(hook, "func", hook), "__module__", "")))
-
-
-def _hides_own_tensors(module: nn.Module) -> bool:
-    return any(hides_tensors(one) for one in module.modules())
 
 
 def _memory_key(value: Any) -> Any:
@@ -245,12 +236,6 @@ def _memory_key(value: Any) -> Any:
         return None
     flags = (local.is_conj(), local.is_neg())
     return (local.device, local.data_ptr(), tuple(value.shape), local.stride(), local.dtype, flags)
-
-
-def _overwrite_live(live: Any, stored: Any) -> None:
-    if isinstance(live, Tensor) and isinstance(stored, Tensor) and live.shape == stored.shape:
-        with torch.no_grad():
-            live.copy_(stored)
 
 
 def _same_values(one: Any, other: Any) -> bool:
@@ -270,5 +255,12 @@ def _same_values(one: Any, other: Any) -> bool:
 
 def _tensor_bits(tensor: Any) -> Tensor:
     local = local_part(tensor)
-    held = torch.empty(0) if local is None else local
-    return held.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return (
+        (torch.empty(0) if local is None else local)
+        .cpu()
+        .resolve_conj()
+        .resolve_neg()
+        .contiguous()
+        .reshape(-1)
+        .view(torch.uint8)
+    )

@@ -19,10 +19,6 @@ def unique_key() -> int:
     return next(_unique_keys)
 
 
-def _nothing(_: Any) -> Tensor | None:
-    return None
-
-
 def _not_gathered(live: Any) -> Tensor:
     raise AssertionError(f"{type(live).__name__}: no engine gathers it")
 
@@ -40,9 +36,9 @@ class Source:
     is_parameter: bool
     engine: str  # "plain", "fsdp1", "fsdp2", "zero3", "tensor parallel", "zero"
     sharding: Sharding
-    is_added: bool = False  # listed by the state dict though it is no parameter and no buffer
-    live: Any = None  # the parameter or buffer, or the object that an engine keeps for it; keeps `key` (its id) valid
-    take: Callable[[Any], Tensor | None] = _nothing  # live -> this rank's elements
+    is_added: bool = False  # in the state dict, but neither parameter nor buffer
+    live: Any = None  # the parameter, the buffer or an engine's stand-in; the reference keeps `key`, its id, valid
+    take: Callable[[Any], Tensor | None] = lambda _: None  # live -> this rank's elements
     gather: Callable[[Any], Tensor] = _not_gathered  # live -> the full tensor of an opaque sharding; collective
 
     @property
@@ -82,5 +78,5 @@ def box_memories(boxes: Sequence[Box], local: Tensor | None) -> list[tuple[Box, 
 def held_source(
     name: str, raw_name: str, shape: tuple[int, ...], engine: str, sharding: Sharding, dtype: torch.dtype, live: Any
 ) -> Source:
-    """The source, with a new key, of a tensor outside of models; set its local elements by `holding`."""
+    """The source, with a new key, of a tensor outside of models. Set its local elements with `holding`."""
     return Source(unique_key(), name, raw_name, shape, dtype, False, False, engine, sharding, live=live)

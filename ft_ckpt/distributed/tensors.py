@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ft_ckpt.distributed import module_state as beside
-from ft_ckpt.distributed import wrappers
+from ft_ckpt.distributed import module_state, wrappers
 from ft_ckpt.distributed.module_state import AddedValue
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import OwnedSharding
@@ -34,26 +33,25 @@ class ModelTensors:
         self.modules, children = wrappers.list_modules(self.chain[-1])
         everything = [*self.chain[:-1], *self.modules]
         wrappers.reshard_modules(everything)
-        taken, self._broadcast = wrappers.tensors_of_modules(everything), wrappers.broadcast_buffers(model)
+        stand_ins, self._broadcast = wrappers.tensors_of_modules(everything), wrappers.broadcast_buffers(model)
         self._places: list[tuple[str, str, Any]] = []  # canonical name, raw name, tensor; ties included
         for (path, raw), module in zip(wrappers.name_modules(self.modules, children), self.modules, strict=True):
-            for own, tensor in _own_tensors(module, taken.get(id(module), {})).items():
+            for own, tensor in _own_tensors(module, stand_ins.get(id(module), {})).items():
                 name = f"{path}.{own}" if path else own
                 self._places.append((name, name if raw == path else f"{raw}.{own}" if raw else own, tensor))
         self._sources: dict[bool, dict[str, Source]] = {}
 
     @cached_property
-    def is_plain(self) -> bool:
-        """Whether the state dicts of all modules have only parameters and persistent buffers."""
-        return beside.are_plain(self.modules)
+    def _are_plain(self) -> bool:
+        return module_state.are_plain(self.modules)
 
     def sources(self, allow_meta: bool = False) -> dict[str, Source]:
         """Every tensor of the model's state dict, by canonical name, tied names included.
 
-        These are parameters, persistent buffers, and what modules and hooks add. The order and the names are the same
-        on every rank and under every wrapper. Raises IncompleteError naming tensors that have no data here (on the
-        meta device, not made yet, or partitioned away without a trace) unless `allow_meta`; SelectionError naming
-        those that have no dense values to store. Moves no data.
+        These are parameters, persistent buffers, and tensors that modules and hooks add. The order and the names are
+        the same on every rank and under every wrapper. Raises IncompleteError naming tensors without data on this rank
+        (on the meta device, not made yet, or partitioned by an unknown engine) unless `allow_meta`; SelectionError
+        naming tensors without dense values. Moves no data.
         """
         known = self._sources.get(False) or self._sources.get(allow_meta)  # a check that passed holds for both
         if known is None:
@@ -67,44 +65,44 @@ class ModelTensors:
     def names_added(self, given: Iterable[str]) -> list[str]:
         """The names of `added`, as far as they are known before the model is loaded.
 
-        A module that cannot list its extra state yet has that of the `given` names that it can take.
+        For a module that cannot list its extra state yet, the `given` name of it.
         """
         try:
             return list(self.added())
         except SelectionError:
             known, root = self.sources(allow_meta=True), self.chain[-1]
-            return [name for name in given if name not in known and beside.takes_extra_state(root, name)]
+            return [name for name in given if name not in known and module_state.takes_extra_state(root, name)]
 
     def restore_added(self, values: Mapping[str, Any]) -> None:
-        """Restore the values of `added`. Raises LoadError naming values that were not taken."""
-        live = {name: one.live for name, one in self.sources(allow_meta=True).items() if not one.is_added}
-        beside.load_added_state(self.chain[-1], live, values)
+        """Restore the values of `added`. Raises LoadError naming values that were not restored."""
+        own = {n: source.live for n, source in self.sources(allow_meta=True).items() if not source.is_added}
+        module_state.load_added_state(self.chain[-1], own, values)
 
     def _described(self, allow_meta: bool) -> dict[str, Source]:
         unmade = [name for name, _, tensor in self._places if is_lazy(tensor)]
         found = _laid_out([place for place in self._places if place[0] not in unmade] if unmade else self._places)
         if self._broadcast:
-            found = {name: of_rank_0(one) if one.key in self._broadcast else one for name, one in found.items()}
+            found = {n: of_rank_0(source) if source.key in self._broadcast else source for n, source in found.items()}
         found = number_experts(found, wrappers.walk_modules(self.chain[-1]))
         with suppress(SelectionError) if allow_meta else nullcontext():
-            added = {name: one for name, one in self._added_to(found).items() if isinstance(one.value, Tensor)}
-            beside_own = _laid_out([(name, one.raw, one.value) for name, one in added.items()])
-            found |= {n: replace(source, trainable=False, is_added=True) for n, source in beside_own.items()}
+            added = {name: entry for name, entry in self._added_to(found).items() if isinstance(entry.value, Tensor)}
+            sources = _laid_out([(name, entry.raw, entry.value) for name, entry in added.items()])
+            found |= {n: replace(source, trainable=False, is_added=True) for n, source in sources.items()}
         _refuse_sparse(found)
         _refuse_unknown_cuts(found)
-        homeless = [] if allow_meta else unmade + _without_data(found)
-        if homeless:
+        without_data = [] if allow_meta else unmade + _without_data(found)
+        if without_data:
             raise IncompleteError(
-                f"{listing(homeless, ', ')}: {len(homeless)} tensor(s) of the model have no data on this rank (meta "
-                "device, lazy, offloaded, or partitioned by an engine this version does not know); materialise the "
-                "model first"
+                f"{listing(without_data, ', ')}: {len(without_data)} tensor(s) of the model have no data on this rank "
+                "(meta device, lazy, offloaded, or partitioned by an engine this version does not know); materialise "
+                "the model first"
             )
         return found
 
     def _added_to(self, found: Mapping[str, Source]) -> dict[str, AddedValue]:
-        if self.is_plain:
+        if self._are_plain:
             return {}
-        return beside.added_state(self.chain[-1], {name: source.live for name, source in found.items()})
+        return module_state.added_state(self.chain[-1], {name: source.live for name, source in found.items()})
 
 
 def source_of_tensor(name: str, raw: str, tensor: Any) -> Source:
@@ -126,48 +124,48 @@ def _refuse_sparse(found: Mapping[str, Source]) -> None:
     live = {name: source.live for name, source in found.items() if isinstance(source.live, Tensor)}
     if {*map(_DENSITY, live.values())} <= {_DENSE}:
         return
-    odd = [f"{name}: {one.layout}" for name, one in live.items() if _DENSITY(one) != _DENSE]
+    sparse = [f"{name}: {tensor.layout}" for name, tensor in live.items() if _DENSITY(tensor) != _DENSE]
     raise SelectionError(
-        f"{listing(odd)}: a tensor without dense values of its own cannot be stored; make it dense, or leave "
-        "it out of the model's state dict (persistent=False)"
+        f"{listing(sparse)}: a tensor without dense values cannot be stored; make it dense, or leave it out of the "
+        "model's state dict (persistent=False)"
     )
 
 
 def _without_data(found: Mapping[str, Source]) -> list[str]:
-    """The names of tensors whose elements no rank has."""
+    """The names of tensors with elements that no rank has."""
     have = wrappers.have_data(wrappers.by_engine(source.live for source in found.values()))
     return [name for (name, source), has in zip(found.items(), have, strict=True) if _is_lost(source, has)]
 
 
 def _is_lost(info: Source, has_data: bool) -> bool:
-    """Whether elements exist on no rank; `has_data`: this rank has those that it should have."""
+    """Whether elements exist on no rank; `has_data`: this rank has the elements that it should have."""
     if info.sharding.is_opaque:  # torch gathers it
         return False
     if info.sharding.owners:
         return not has_data
-    return info.numel > 0 and not info.sharding.is_sharded  # else another group of replicas speaks for this one
+    return info.numel > 0 and not info.sharding.is_sharded  # a sharded one has replicas in the group of rank 0
 
 
-def _own_tensors(module: nn.Module, taken: Mapping[str, Any]) -> dict[str, Any]:
-    """The module's direct parameters and persistent buffers, in order; stand-ins for those `taken` by an engine."""
+def _own_tensors(module: nn.Module, stand_ins: Mapping[str, Any]) -> dict[str, Any]:
+    """The module's direct parameters and persistent buffers, in order; `stand_ins` for those an engine has taken."""
     own: Any = module._parameters
     buffers: Any = module._buffers
     found = {key: value for key, value in own.items() if value is not None and key != "_flat_param"} if own else {}
-    if taken:  # FSDP1 with use_orig_params=False leaves plain attributes where the parameters were, known to it alone
-        found |= taken
+    if stand_ins:  # FSDP1 with use_orig_params=False leaves plain attributes in place of parameters
+        found |= stand_ins
     if buffers:
-        passing = module._non_persistent_buffers_set
-        found |= {key: one for key, one in buffers.items() if one is not None and key not in passing}
+        left_out = module._non_persistent_buffers_set
+        found |= {key: buffer for key, buffer in buffers.items() if buffer is not None and key not in left_out}
     return found
 
 
 def _refuse_unknown_cuts(found: Mapping[str, Source]) -> None:
-    odd: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
     for name, info in found.items():
         if why := getattr(info.sharding, "why", ""):
-            odd.setdefault(why, []).append(name)
-    if odd:
-        raise IncompleteError(listing([f"{listing(names, ', ')}: {why}" for why, names in odd.items()]))
+            refused.setdefault(why, []).append(name)
+    if refused:
+        raise IncompleteError(listing([f"{listing(names, ', ')}: {why}" for why, names in refused.items()]))
 
 
 def of_rank_0(source: Source) -> Source:
@@ -184,7 +182,7 @@ def from_state_dict(
     shape or dtype.
     """
     if not ranks.leads:
-        return {n: replace(one, sharding=OwnedSharding(one.shape, 0)).holding(None) for n, one in live.items()}
+        return {n: replace(source, sharding=OwnedSharding(source.shape, 0)).holding(None) for n, source in live.items()}
     tied: dict[int, list[str]] = {}
     for name, source in live.items():
         tied.setdefault(source.key, []).append(name)
