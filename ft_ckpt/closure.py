@@ -117,7 +117,7 @@ class _ClosureSchedule:
         finally:
             _running.pop()
         text = None if error is None else f"{type(error).__name__}: {error}"
-        failed = ranks.agree(f"the end of {self.name}", {"error": text}, decide=_failed_ranks).told
+        failed = ranks.agree(f"the end of {self.name}", {"error": text}, decide=_failed_ranks).result
         if error is not None:
             raise error
         if failed:

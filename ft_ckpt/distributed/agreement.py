@@ -1,6 +1,6 @@
 """Agreement of ranks: collects a value of each rank in torch's store and computes one verdict for all.
 
-A verdict is a dictionary: `told`, the result for every rank, or a `problem` and the `kind` of error all ranks raise.
+A verdict is a dictionary: the `result` for every rank, or a `problem` and the `kind` of error that all ranks raise.
 """
 
 import json
@@ -26,7 +26,7 @@ Verdict = dict[str, Any]
 class Agreed:
     """The result of an agreement."""
 
-    told: Any
+    result: Any
     """On every rank: the result of `decide`, by default rank 0's value."""
     values: Values = ()
     """On rank 0 only: the value of each rank."""
@@ -37,7 +37,7 @@ def value_of_leader(values: Values) -> Any:
 
 
 def error_facts(error: BaseException | None) -> dict[str, Any]:
-    """The error as other ranks need it: its text, and whether a disk is full."""
+    """The error for other ranks: its text, and whether a disk is full."""
     if error is None:
         return {"error": None, "full": False}
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -58,7 +58,7 @@ def disagreement(problem: str) -> Verdict:
 def verdict_on(values: Values, decide: Callable[[Values], Any]) -> Verdict:
     """The verdict for every rank: the result of `decide`, or the error it raised."""
     try:
-        return {"problem": None, "told": json.loads(json.dumps(decide(values)))}  # as other ranks read it
+        return {"problem": None, "result": json.loads(json.dumps(decide(values)))}  # as other ranks read it
     except Exception as error:  # noqa: BLE001 - raised on every rank
         kind = type(error) if isinstance(error, CheckpointError) else RankError
         return _refusal(kind, error_facts(error)["error"])
@@ -86,19 +86,15 @@ def judge_entries(
 
 def raise_problem(verdict: Verdict) -> NoReturn:
     """Raise the error of a verdict or of a failure report."""
-    raise _error_of(verdict)
-
-
-def _error_of(verdict: Verdict) -> CheckpointError:
     kind: type[CheckpointError] = getattr(errors, verdict["kind"])
-    return kind(verdict["problem"])
+    raise kind(verdict["problem"])
 
 
 def runs_of(values: Sequence[Any]) -> dict[str, Any]:
     """Run-length encoded values of all ranks; `values_of_runs` decodes them."""
     texts = [json.dumps(value) for value in values]
     places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-    runs = [[places[text], len([*some])] for text, some in groupby(texts)]
+    runs = [[places[text], len([*run])] for text, run in groupby(texts)]
     return {"values": [json.loads(text) for text in places], "runs": runs}
 
 
@@ -144,9 +140,9 @@ def get_values(store: Any, keys: Sequence[str]) -> Iterator[Any]:
     """The value under each of the keys, which exist; equal values are one object."""
     known: dict[bytes, Any] = {}
     for low in range(0, len(keys), _KEYS_AT_ONCE):
-        some = keys[low : low + _KEYS_AT_ONCE]
-        for key, found in zip(some, store.multi_get(some), strict=True):
-            count, _, first = found.partition(b" ")
+        batch = keys[low : low + _KEYS_AT_ONCE]
+        for key, stored in zip(batch, store.multi_get(batch), strict=True):
+            count, _, first = stored.partition(b" ")
             text = b"".join([first, *(store.get(_part_key(key, number)) for number in range(1, int(count)))])
             if text not in known:
                 known[text] = json.loads(text)
@@ -154,7 +150,7 @@ def get_values(store: Any, keys: Sequence[str]) -> Iterator[Any]:
 
 
 def delete_value(store: Any, key: str, parts: int) -> None:
-    """Delete a value of so many parts. Raises RuntimeError or NotImplementedError if the store cannot delete."""
+    """Delete a value of `parts` parts. Raises RuntimeError or NotImplementedError if the store cannot delete."""
     store.delete_key(key)
     for number in range(1, parts):
         store.delete_key(_part_key(key, number))

@@ -120,7 +120,7 @@ class Ranks:
             raise error
         if found["problem"]:
             agreement.raise_problem(found)
-        return Agreed(found["told"], values)
+        return Agreed(found["result"], values)
 
     def attempt(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         """The result of `action` and None, or None and the error it raised. On all ranks, which then agree on it.
@@ -166,35 +166,35 @@ class Ranks:
         with beside_thread("ft_ckpt-beat", send_beats):
             yield
 
-    def open_receive_slot(self, bringing: Iterable[int]) -> None:
-        """Wait, ready to receive, until the ranks `bringing` tensors are all ready to send.
+    def open_receive_slot(self, senders: Sequence[int]) -> None:
+        """Wait, ready to receive, until all `senders` are ready to send.
 
         A send without a receiver, or a receive from a failed rank, would run into the time-out of the process group.
         Raises as `await_receive_slot` does.
         """
         self.slots += 1
-        turn, ready = f"{self.rounds}/turn/{self.slots}", list(bringing)
-        names = [f"{turn}/{rank}" for rank in ready]
+        turn = f"{self.rounds}/turn/{self.slots}"
         self.spent.append(self._store_key(turn))
-        if not self._await_names(names, ready, self.timeout_seconds):
-            raise RankError(
-                f"rank(s) {rank_numbers(ready)} brought no tensors within {self.timeout_seconds:g} s of a sign of life"
-            )
+        if not self._await_names([f"{turn}/{rank}" for rank in senders], senders, self.timeout_seconds):
+            ranks, seconds = rank_numbers(senders), self.timeout_seconds
+            raise RankError(f"rank(s) {ranks} did not start sending tensors within {seconds:g} s of a sign of life")
         self.store.set(self._store_key(turn), "")
 
-    def await_receive_slot(self, brings: bool, to: int = 0) -> None:
-        """On other ranks: wait until the rank `to` is ready to receive, if this one `brings` tensors.
+    def await_receive_slot(self, sends: bool, to: int = 0) -> None:
+        """On other ranks: wait until the rank `to` is ready to receive, if this one `sends` tensors.
 
         Raises the failure of another rank, or RankError if the rank `to` falls silent or has gone on.
         """
         self.slots += 1
         turn = f"{self.rounds}/turn/{self.slots}"
-        if not brings:
+        if not sends:
             return
         own = self._store_key(f"{turn}/{self.rank}")
         self.store.set(own, "")
         if not self._await_names([turn], [to], self.timeout_seconds):
-            raise RankError(f"rank {to} took no tensors within {self.timeout_seconds:g} s of a sign of life")
+            raise RankError(
+                f"rank {to} did not start receiving tensors within {self.timeout_seconds:g} s of a sign of life"
+            )
         self._delete_key(own)
 
     def _collect_entries(
@@ -256,27 +256,24 @@ class Ranks:
 
     def _check_failures(self, missing: Sequence[tuple[str, int]] = ()) -> None:
         """Raise if keys in `missing` will never be set: a rank has failed, or has gone on without this one."""
-        for meeting in (*self.ahead, self._store_key(f"{self.rounds + 1}")):
-            failed = self.store.check([f"{meeting}/failed"])
-            gone = [rank for _, rank in missing if self.store.check([f"{meeting}/{rank}"])]
+        for later in (*self.ahead, self._store_key(f"{self.rounds + 1}")):
+            failed = self.store.check([f"{later}/failed"])
+            gone = [rank for _, rank in missing if self.store.check([f"{later}/{rank}"])]
             if not (failed or gone) or (missing and self._are_here([name for name, _ in missing])):
-                continue  # a rank that has put the last of them may be at the next meeting already
+                continue  # a rank that has set the last of them may have entered the next agreement already
             if not failed:
                 raise RanksDisagreeError(f"rank(s) {rank_numbers(gone)} went on without this one; {ADVICE}")
-            agreement.raise_problem(json.loads(self.store.get(f"{meeting}/failed")))
+            agreement.raise_problem(json.loads(self.store.get(f"{later}/failed")))
 
     def _report_failure(self, error: BaseException | None) -> None:
-        """Report at the next meeting that this rank has failed; the first report of any rank counts."""
+        """Report at the next agreement that this rank has failed; the first report of any rank counts."""
         if error is not None:
-            told = json.dumps(agreement.failure_of_rank(self.rank, error))
+            report = json.dumps(agreement.failure_of_rank(self.rank, error))
             with suppress(RankError):  # the store is gone: report the local failure
-                self.store.compare_set(self._store_key(f"{self.rounds + 1}/failed"), "", told)
+                self.store.compare_set(self._store_key(f"{self.rounds + 1}/failed"), "", report)
 
     def _have_arrived(self, missing: "deque[tuple[str, int]]", seconds: float) -> bool:
-        """Whether all of the names are in the store within `seconds`; those that come first are no longer `missing`.
-
-        The store wakes us, nobody polls.
-        """
+        """Wait in the store until all names are set. After `seconds` False; the first that are set leave `missing`."""
         try:
             self.store.wait([self._store_key(name) for name, _ in missing], timedelta(seconds=seconds))
         except RuntimeError:  # DistStoreError: time is up
@@ -318,18 +315,19 @@ def current_ranks(timeout_seconds: float = 600.0, channel: str = "") -> Ranks:
     """The ranks of the default process group, or one rank when there is none.
 
     One object per process group and `channel`: its count of rounds must be the same on every rank and for every saver.
-    A channel is for one thread: its meetings are apart from those of the others. Raises
-    RanksDisagreeError in a process that was launched as one of several and has no process group.
+    A channel is for one thread, and separates its agreements from those of others. Raises RanksDisagreeError in a
+    process that was launched as one of several and has no process group.
     """
-    if _by_itself.get():
-        return Ranks(0, 1, channel=channel)
     import torch.distributed as dist
 
+    alone = Ranks(0, 1, channel=channel)
+    if _by_itself.get():
+        return alone
     if not (dist.is_available() and dist.is_initialized()):
         _refuse_split_brain()
-        return Ranks(0, 1, channel=channel)
+        return alone
     if dist.get_world_size() == 1:
-        return Ranks(0, 1, channel=channel)
+        return alone
     from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
     group = _get_default_group()
@@ -346,7 +344,7 @@ def current_ranks(timeout_seconds: float = 600.0, channel: str = "") -> Ranks:
 
 @contextmanager
 def by_itself() -> Iterator[None]:
-    """Let this process act alone in the block: for objects that each holds whole, and no other rank waits for."""
+    """Let this process act alone in the block, for objects that it has whole and no other rank waits for."""
     token = _by_itself.set(True)
     try:
         yield
@@ -355,7 +353,7 @@ def by_itself() -> Iterator[None]:
 
 
 def _refuse_split_brain() -> None:
-    """Refuse to take one of several launched processes for the only one: all would write the same folder."""
+    """Raise in one of several launched processes without a process group: all would write the same folder."""
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1 and "RANK" in os.environ:
         raise RanksDisagreeError(
@@ -394,15 +392,15 @@ def ranks_in_order(group: Any) -> Sequence[int]:
     """The `group_members`, as a range if they are evenly spaced: many tensors share it, and groups may be large."""
     import torch.distributed as dist
 
-    known = dist.group.WORLD if group is None else group
-    if known is None:
+    key = dist.group.WORLD if group is None else group
+    if key is None:
         return group_members(None)
-    if known not in _in_order:
+    if key not in _in_order:
         members = group_members(group)
         step = members[1] - members[0] if len(members) > 1 else 1
         even = range(members[0], members[0] + len(members) * step, step) if step else members
-        _in_order[known] = even if (*even,) == members else members
-    return _in_order[known]
+        _in_order[key] = even if (*even,) == members else members
+    return _in_order[key]
 
 
 def column_groups(column: Sequence[int], row: Sequence[int]) -> dict[int, tuple[int, ...]] | None:

@@ -4,21 +4,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ft_ckpt.distributed.sharding import Box, OwnedSharding, Sharding, unravel_index
+from ft_ckpt.distributed.sharding import OwnedSharding, Sharding, unravel_index
 from ft_ckpt.distributed.source import Source, box_memories
 
 WEIGHTS = "weights"  # the folder, in such names, of the model that is saved
 
 
 def place_of(sharding: Sharding, rank: int) -> str:
-    """Offsets and sizes of the part of `rank` in the tensor, as JSON; "" for the whole tensor."""
-    mine = _box_of_replica(sharding, rank)
-    return "" if mine is None or mine.sizes == sharding.view else json.dumps([mine.offsets, mine.sizes])
-
-
-def _box_of_replica(sharding: Sharding, rank: int) -> Box | None:
-    """The one box of a replicated tensor that `rank` holds, or None."""
-    return next(iter(sharding.local_boxes(rank)), None)
+    """Offsets and sizes of the part of `rank`, at most one box, in the tensor, as JSON; "" for the whole tensor."""
+    parts = [box for box in sharding.local_boxes(rank) if box.sizes != sharding.view]
+    return json.dumps([parts[0].offsets, parts[0].sizes]) if parts else ""
 
 
 def own_name(name: str, rank: int) -> str:
@@ -28,10 +23,10 @@ def own_name(name: str, rank: int) -> str:
 
 def own_part(source: Source, rank: int) -> Source:
     """The elements of the source on `rank`, which is this one, as a separate tensor, stored under `own_name`."""
-    mine = _box_of_replica(source.sharding, rank)
-    if mine is None or not place_of(source.sharding, rank):
+    if not place_of(source.sharding, rank):
         return source
-    return replace(source, shape=mine.sizes, sharding=OwnedSharding(mine.sizes, None))
+    sizes = source.sharding.local_boxes(rank)[0].sizes
+    return replace(source, shape=sizes, sharding=OwnedSharding(sizes, None))
 
 
 def sample_elements(

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ft_ckpt.distributed.ranks import global_rank
 from ft_ckpt.distributed.sharding import ReplicatedSharding, Sharding
-from ft_ckpt.errors import SelectionError
 
 
 class TensorLayout(NamedTuple):
@@ -49,15 +48,13 @@ class Wrapper:
     """One kind of wrapper module, or of tensors that an engine has laid out."""
 
     child_key: str | None = None  # the name under which its modules keep the module they wrap
-    packages: tuple[str, ...] = ()  # beginnings of the names of modules with its code, from which it hooks modules
-    function_packages: tuple[str, ...] = ()  # packages from which it puts functions on the user's modules
+    packages: tuple[str, ...] = ()  # prefixes of the names of modules whose functions it registers as hooks
+    function_packages: tuple[str, ...] = ()  # packages of functions that it sets on the user's modules
     attributes: tuple[str, ...] = ()  # that it sets on the user's modules
     attribute_prefixes: tuple[str, ...] = ()
-    layout_facts: tuple[
-        str, ...
-    ] = ()  # attributes that decide `layout_of`, beside whether it is a parameter; (): unknown
-    hides_gradients: str | None = None  # its name for people, where accumulated gradients cannot be read under it
-    shows_runs = False  # whether optimizers see this rank's elements alone, as an ordinary tensor
+    layout_facts: tuple[str, ...] = ()  # attributes that determine `layout_of` of (non-)parameters; (): unknown
+    hides_gradients: str | None = None  # display name, if accumulated gradients cannot be read under it
+    shows_runs = False  # whether optimizers see only this rank's elements, as an ordinary tensor
 
     def wraps(self, module: nn.Module) -> bool:
         """Whether `module` is a wrapper of this kind around its child `child_key`."""
@@ -84,7 +81,7 @@ class Wrapper:
 
     def layout_of(self, tensor: Any) -> TensorLayout:
         """The layout of a tensor that it `describes`. Moves no data."""
-        raise self._unanswered()
+        raise AssertionError("a tensor of another engine")
 
     def layouts_of(self, tensors: Sequence[Any]) -> list[TensorLayout]:
         """As `layout_of` of each; tensors with the same `layout_facts` share one."""
@@ -94,7 +91,7 @@ class Wrapper:
         for tensor, is_parameter in zip(tensors, map(isinstance, tensors, repeat(nn.Parameter)), strict=True):
             try:
                 facts = ask(tensor), is_parameter
-            except AttributeError:  # it lacks one
+            except AttributeError:  # a missing attribute
                 found.append(self.layout_of(tensor))
                 continue
             if facts not in known:
@@ -104,7 +101,7 @@ class Wrapper:
 
     def local_part(self, tensor: Any) -> Tensor | None:
         """This rank's elements of a tensor that it `describes`, without gradient, or None. Moves no data."""
-        raise self._unanswered()
+        raise AssertionError("a tensor of another engine")
 
     def has_data(self, tensor: Any) -> bool:
         """Whether this rank's elements, if any, of a tensor that it `describes` exist in memory."""
@@ -113,7 +110,7 @@ class Wrapper:
 
     def full_tensor(self, tensor: Any) -> Tensor:
         """The full tensor, for opaque shardings. Collective."""
-        raise self._unanswered()
+        raise AssertionError("a tensor of another engine")
 
     def optimizer_parameter(self, tensor: Any) -> Any:
         """The object that optimizers have for a tensor that it `describes`."""
@@ -121,7 +118,7 @@ class Wrapper:
 
     def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
         """The layout of optimizer state of the shape of a tensor that `shows_runs`, and this rank's elements of it."""
-        raise self._unanswered()
+        raise AssertionError("a tensor of another engine")
 
     def reshard_modules(self, modules: Sequence[nn.Module]) -> None:
         """Reshard those of `modules` that this engine shards, so that their shards can be read."""
@@ -141,12 +138,9 @@ class Wrapper:
     def drop_gradients(self, module: nn.Module) -> None:
         """Clear the gradients that the engine keeps for `module`."""
 
-    def _unanswered(self) -> SelectionError:
-        return SelectionError(f"{type(self).__name__}: describes a tensor without its elements; please report it")
-
 
 class PlainTensors(Wrapper):
-    """Ordinary tensors; on ordinary modules, which Accelerate may have put hooks on."""
+    """Ordinary tensors, and the attributes that Accelerate's hooks set on modules."""
 
     layout_facts = ("shape", "dtype", "requires_grad")
     attributes = ("forward",)
@@ -182,7 +176,7 @@ class CompiledWrapper(Wrapper):
     """The module that torch.compile() returns; `module.compile()` adds no wrapper."""
 
     child_key = "_orig_mod"
-    attributes = ("_is_torch_compile", "_compile_kwargs")  # the second is of Lightning, where that was imported
+    attributes = ("_is_torch_compile", "_compile_kwargs")  # the second is Lightning's
 
     def wraps(self, module: nn.Module) -> bool:
         return isinstance(module, torch._dynamo.OptimizedModule)

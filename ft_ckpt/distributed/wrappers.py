@@ -26,13 +26,13 @@ from ft_ckpt.distributed.wrapper import (
 from ft_ckpt.distributed.zero import DeepSpeedWrapper
 
 WRAPPERS: list[Wrapper] = [
-    FSDP2Wrapper(),  # a class of torch's own tells its tensors: the quickest question, where there are most tensors
+    FSDP2Wrapper(),  # first, because its check is the fastest
     FSDP1Wrapper(),
-    AutoTPTensors(),  # before ZeRO, whose stage 3 takes such a part for the whole
+    AutoTPTensors(),  # before ZeRO, whose stage 3 treats such a part as the whole
     DeepSpeedWrapper(),
     StandInTensors(),
     SpreadExperts(),
-    PlainTensors(),  # describes all that those above do not
+    PlainTensors(),  # describes every tensor
     DataParallelWrapper(),
     CompiledWrapper(),
     CheckpointedActivations(),
@@ -75,10 +75,7 @@ def walk_modules(root: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
 
 
 def list_modules(root: nn.Module) -> tuple[list[nn.Module], list[tuple[str, ...]]]:
-    """The modules of `walk_modules` without names, and the child names of each. Fast, because training waits for it.
-
-    These decide all names.
-    """
+    """The modules of `walk_modules` without names, and the child names of each. Fast, because training waits for it."""
     modules: list[nn.Module] = []
     children: list[tuple[str, ...]] = []
     waiting = [root]
@@ -138,7 +135,7 @@ def reshard_modules(modules: Sequence[nn.Module]) -> None:
 def broadcast_buffers(model: nn.Module) -> frozenset[int]:
     """Ids of the buffers that wrappers broadcast from rank 0 before the next forward."""
     chain = wrapper_chain(model)
-    return frozenset(id(buffer) for outer in chain for one in WRAPPERS for buffer in one.broadcast_buffers(outer))
+    return frozenset(id(buffer) for outer in chain for kind in WRAPPERS for buffer in kind.broadcast_buffers(outer))
 
 
 def user_class(cls: type) -> type:
@@ -151,12 +148,12 @@ def user_class(cls: type) -> type:
 def is_engine_attribute(name: str, value: Any) -> bool:
     """Whether an attribute of a user's module was set by a wrapper."""
     origin = str(getattr(value, "__module__", ""))
-    return is_engine_name(name) or any(origin.startswith(one.function_packages) for one in WRAPPERS)
+    return is_engine_name(name) or any(origin.startswith(wrapper.function_packages) for wrapper in WRAPPERS)
 
 
 def is_engine_name(name: str) -> bool:
     """Whether an attribute of a user's module has a name under which a wrapper sets one."""
-    return any(name in one.attributes or name.startswith(one.attribute_prefixes) for one in WRAPPERS)
+    return any(name in wrapper.attributes or name.startswith(wrapper.attribute_prefixes) for wrapper in WRAPPERS)
 
 
 def is_engine_code(module_name: str) -> bool:
@@ -174,7 +171,7 @@ def layout_of(tensor: Any) -> TensorLayout:
 
 def by_engine(tensors: Iterable[Any]) -> list[tuple[Wrapper, list[Any]]]:
     """The tensors in order, grouped into runs that one engine describes."""
-    return [(wrapper, [*some]) for wrapper, some in groupby(tensors, _engine_of)]
+    return [(wrapper, [*run]) for wrapper, run in groupby(tensors, _engine_of)]
 
 
 def layouts_of(described: Iterable[tuple[Wrapper, list[Any]]]) -> list[TensorLayout]:
@@ -230,7 +227,7 @@ def _engine_of(tensor: Any) -> Wrapper:
 def hiding_gradients(model: nn.Module) -> list[str]:
     """The display names of engines in `model` whose accumulated gradients cannot be read."""
     hiding = [wrapper for wrapper in WRAPPERS if wrapper.hides_gradients]
-    return [str(one.hides_gradients) for one in hiding if any(one.wraps(module) for module in model.modules())]
+    return [str(wrapper.hides_gradients) for wrapper in hiding if any(map(wrapper.wraps, model.modules()))]
 
 
 def kept_gradients(root: nn.Module) -> dict[str, PendingGradient]:

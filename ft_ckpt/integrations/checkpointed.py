@@ -143,7 +143,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     def _load_best_model(self) -> None:
         path, ranks = Path(self.state.best_model_checkpoint), self.__current_ranks()
         ours, error = try_action(lambda: ranks.leads and has_our_state(path))
-        if not ranks.agree("the best model", {"ours": ours}, error).told["ours"]:
+        if not ranks.agree("the best model", {"ours": ours}, error).result["ours"]:
             return super()._load_best_model()  # type: ignore[no-any-return]  # transformers is not typed
         load_best_weights(self.model_wrapped, path, self.ft_ckpt.config.verify_resume, ranks)
         return None
@@ -152,7 +152,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         """Take the place of the best model from rank 0: other ranks may not see it."""
         mine = {"path": self.state.best_model_checkpoint}
         agreed = self.__current_ranks().agree("the place of the best model", mine)
-        self.state.best_model_checkpoint = agreed.told["path"]
+        self.state.best_model_checkpoint = agreed.result["path"]
 
     def __current_ranks(self) -> Ranks:
         return current_ranks(self.ft_ckpt.config.enter_timeout_seconds)

@@ -78,7 +78,7 @@ def chosen_by(ranks: Ranks, wanted: str, folder: Path, deep: bool) -> ChosenChec
         return {"path": str(path), "is_ours": ours, "state": _trainer_state(path) if ours else None}
 
     found, error = ranks.attempt(find_on_leader)
-    return ChosenCheckpoint(**ranks.agree("train(resume_from_checkpoint=...)", found, error).told)
+    return ChosenCheckpoint(**ranks.agree("train(resume_from_checkpoint=...)", found, error).result)
 
 
 def _wanted_checkpoint(wanted: str, folder: Path, deep: bool) -> Path | None:
@@ -161,7 +161,7 @@ def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: Ex
 
     point, error = try_action(open_best)
     mine = {} if point is None else checkpoint_facts(point.checkpoint)
-    facts = ranks.agree("opening the best model", mine, error).told
+    facts = ranks.agree("opening the best model", mine, error).result
     point = open_to_all(point, facts, open_place, ranks, stack, deep)
     outcome = restore_weights(known_sources(walk_models(model, []), []), point)
     if outcome.status != "restored":

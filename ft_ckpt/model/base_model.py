@@ -92,7 +92,7 @@ class BaseWatch:
         def all_changed(values: Values) -> list[str]:
             return sorted({name for value in values for name in value["changed"]})
 
-        names = ranks.agree("the base of save_state()", {"changed": found}, error, decide=all_changed).told
+        names = ranks.agree("the base of save_state()", {"changed": found}, error, decide=all_changed).result
         if not names:
             return True
         if asked:

@@ -508,7 +508,7 @@ class BackgroundSaver:
         if self._looks % 64 and self._looks & (self._looks - 1):
             return False
         ended = {"ended": future.done()}
-        return bool(ranks.agree("saver.step()", ended, decide=lambda values: all(v["ended"] for v in values)).told)
+        return bool(ranks.agree("saver.step()", ended, decide=lambda values: all(v["ended"] for v in values)).result)
 
     def close(self) -> None:
         """Wait for the save in flight, unhook the optimizers and free the memory."""

@@ -177,7 +177,7 @@ def agree_on_plan(
     agreed = ranks.agree(what, {**facts, "fits": fits}, error, same=("path", "kind", "step"), decide=_terms_of)
     assert request is not None, "the agreement has raised the error"
     assert staged is not None, "the agreement has raised the error"
-    terms = agreed.told
+    terms = agreed.result
     if not terms["alike"]:
         entries = [(one.part.path, entry) for one in staged.plan.plans for entry in one.part.entries]
         names = (f"{path}/{entry.name}".lstrip("/") for path, entry in entries)
@@ -270,7 +270,7 @@ def _commit_on_all(
             raise
 
     value = {"full": is_full, **(written or {})}
-    saved = ranks.agree("the commit of save()", value, None if is_full else error, decide=commit).told
+    saved = ranks.agree("the commit of save()", value, None if is_full else error, decide=commit).result
     if saved is None:
         return None
     report = SaveReport(

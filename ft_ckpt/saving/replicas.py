@@ -97,7 +97,7 @@ def differing_replicas(digests: Mapping[str, ReplicaDigest], places: Sequence[st
         return {}
     differ = frozenset(places)
     own = {name: [*astuple(digest)] for name, digest in digests.items() if digest.place in differ}
-    found = ranks.agree("the comparison of replicas", {"digests": own}, decide=_find_differences).told
+    found = ranks.agree("the comparison of replicas", {"digests": own}, decide=_find_differences).result
     return {name: {int(rank): place for rank, place in differing.items()} for name, differing in found.items()}
 
 

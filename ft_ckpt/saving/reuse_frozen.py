@@ -102,7 +102,7 @@ def equal_files(
             found.update({path: digest} if digest in offer.digests else {})
         return found
 
-    return dict(ranks.agree("the frozen files of save()", mine, decide=equal_to_offers).told)
+    return dict(ranks.agree("the frozen files of save()", mine, decide=equal_to_offers).result)
 
 
 def place_equal_files(shares: Sequence[Share], taken: Mapping[str, str], store: Store) -> list[FileRecord]:

@@ -278,7 +278,7 @@ def all_ranks_see(store: Store, ranks: Ranks) -> bool:
     token = uuid.uuid4().hex
     name = f"{_PROBE}-{token}"
     _, error = try_action(lambda: store.write(name, token.encode()) if ranks.leads else None)
-    probe = ranks.agree("the files of save()", {"folder": store.url, "name": name, "token": token}, error).told
+    probe = ranks.agree("the files of save()", {"folder": store.url, "name": name, "token": token}, error).result
     there = LocalStore(Path(probe["folder"])) if isinstance(store, LocalStore) else store
     try:
         sees = {"sees": there.read(probe["name"]) == probe["token"].encode()}
@@ -287,7 +287,7 @@ def all_ranks_see(store: Store, ranks: Ranks) -> bool:
     all_see = ranks.agree("the look at the files of save()", sees, decide=lambda values: all(v["sees"] for v in values))
     if ranks.leads:
         store.delete([name])
-    return bool(all_see.told)
+    return bool(all_see.result)
 
 
 def _write_on_all_ranks(job: SaveJob, shares: list[files.Share], untied: list[tuple[Source, Source]]) -> list[str]:

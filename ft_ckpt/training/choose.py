@@ -351,7 +351,7 @@ def open_to_all(
     local: ResumePoint | None
     local, _ = try_action(lambda: point or _open_copy(facts, place, stack, deep, late))
     mine = {"sees": local is not None, "shares": local is not None and bool(local.tensors.proofs)}
-    views = ranks.agree("opening the checkpoint of resume()", mine, decide=_merge_views).told
+    views = ranks.agree("opening the checkpoint of resume()", mine, decide=_merge_views).result
     sharers = [rank for first, last in views["sharers"] for rank in range(first, last + 1)]
     if local is not None and ranks.rank in sharers:
         local.tensors.proofs = share_proofs(local.tensors.proofs, sharers.index(ranks.rank), len(sharers))
@@ -363,7 +363,7 @@ def open_to_all(
     if point is not None:
         manifest = manifest_to_json(point.checkpoint.manifest)
         contents = {"serving_id": uuid.uuid4().hex, "manifest": manifest, "document": point.document}
-    contents = ranks.agree("sending the checkpoint of resume()", contents).told
+    contents = ranks.agree("sending the checkpoint of resume()", contents).result
     if point is not None:
         again = _open_again(point, stack)  # open files belong to one thread
         store = current_ranks(ranks.timeout_seconds, _LANE).store
@@ -508,7 +508,7 @@ def choose_checkpoint(wanted: Wanted, ranks: Ranks, stack: ExitStack) -> tuple[R
     """
     chosen, error = ranks.attempt(lambda: _choose_and_open(wanted, stack) if ranks.leads else None)
     point, choice = chosen or (None, {"facts": None, "branch": None, "late": False})
-    choice = ranks.agree("resume()", {"mode": str(wanted.mode), **choice}, error, same=("mode",)).told
+    choice = ranks.agree("resume()", {"mode": str(wanted.mode), **choice}, error, same=("mode",)).result
     if choice["facts"] is None:
         return None, None
     if ranks.size > 1:

@@ -157,7 +157,7 @@ def name_differing_tensors(ranks: Ranks, what: str, digest: str, names_of: Calla
 
     Only the first rank with each digest sends its names.
     """
-    first = ranks.agree(what, {"digest": digest}, decide=_first_by_digest).told
+    first = ranks.agree(what, {"digest": digest}, decide=_first_by_digest).result
     names = [*names_of()] if ranks.rank in first else []
     ranks.agree(f"{what}, by name", {"digest": digest, "names": names}, decide=_refuse_differing)
 

@@ -98,7 +98,7 @@ def agree_on_outcomes(
     `error` is this rank's own, as for `Ranks.agree`.
     """
     mine = {"items": [asdict(item) for item in outcomes], "requests": requests}
-    merged = ranks.agree(what, mine, error, decide=_merge_outcomes).told
+    merged = ranks.agree(what, mine, error, decide=_merge_outcomes).result
     return tuple(Restored(**item) for item in merged["items"]), merged["requests"]
 
 
@@ -251,7 +251,7 @@ def find_damage(point: ResumePoint, outcomes: Sequence[Restored], ranks: Ranks) 
         unread = [item.detail for item in outcomes if isinstance(item, Unread)]
         failures = tuple(type(detail)(f"{detail} (on rank {ranks.rank})") for detail in unread)
     mine = {"digests": [asdict(part) for part in digests], "failures": _encode_problems(failures)}
-    return _decode_problems(ranks.agree("comparing the checkpoint of resume()", mine, decide=compare_all).told)
+    return _decode_problems(ranks.agree("comparing the checkpoint of resume()", mine, decide=compare_all).result)
 
 
 def _encode_problems(problems: Sequence[str]) -> list[tuple[str, bool]]:
@@ -284,7 +284,7 @@ def restore_replicas(live: LiveRun, point: ResumePoint) -> tuple[list[Restored],
         if is_replicated and place_of(source.sharding, ranks.rank) == places[rank]:
             mine.append(name)
     left = [name for name, places in differing.items() if (rank in places or not same_size) and name not in mine]
-    lost = ranks.agree("replicas that differ between ranks", {"left": left}, decide=_all_left).told
+    lost = ranks.agree("replicas that differ between ranks", {"left": left}, decide=_all_left).result
     notes = [f"{listing(lost, ', ')}: not the same on all ranks that saved, rank 0's on all now"] if lost else []
 
     def wanted_tensors() -> list[WantedTensor]:

@@ -331,7 +331,7 @@ class TrainingRun:
         every = self.config.every
         if ranks.size == 1 or every is None or every.best is None or every.best[0] not in metrics:
             return dict(metrics)
-        return dict(ranks.agree("saver.step()", metrics).told)
+        return dict(ranks.agree("saver.step()", metrics).result)
 
     def reason_to_save(self, metrics: Mapping[str, float], ranks: Ranks) -> str | None:
         """Why to save now, or None; the same on every rank if the `metrics` are."""

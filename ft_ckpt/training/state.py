@@ -197,17 +197,17 @@ def exchange_facts(
     names = xxhash.xxh3_128_hexdigest(repr(labels).encode())
     mine = {"kinds": {item.name: item.kind for item in objects}, "digests": digests, "own": own, "names": names}
     agreed = ranks.agree("save_state()", mine, decide=_compare_facts)
-    if not agreed.told["same_names"]:
+    if not agreed.result["same_names"]:
         name_differing_tensors(ranks, "the tensors of save_state()", names, lambda: labels)
-    trees = [value["own"] for value in agreed.values] or values_of_runs(agreed.told["own"])
-    differing = agreed.told["differing"]
+    trees = [value["own"] for value in agreed.values] or values_of_runs(agreed.result["own"])
+    differing = agreed.result["differing"]
     if not differing:
         return items, trees
     facts = {name: items.get(name) for name in differing}
     agreed = ranks.agree("the state of save_state()", facts, decide=_merge_facts)
     further = [_unlike_leader(value, agreed.values[0]) for value in agreed.values]
-    together = [{**one, **more} for one, more in zip(trees, further or values_of_runs(agreed.told["own"]), strict=True)]
-    merged = agreed.told["items"]
+    together = [{**one, **more} for one, more in zip(trees, further or values_of_runs(agreed.result["own"]), strict=True)]
+    merged = agreed.result["items"]
     own_trees = {name: items[name] for name, fact in merged.items() if ranks.leads and "leaves" in fact}
     return {**items, **merged, **own_trees}, together
 

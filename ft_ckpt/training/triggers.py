@@ -44,7 +44,7 @@ class ClockPoll:
         next_step = schedule.next_poll(history, step, self._poll_seconds)
         goes_on = schedule.needs_poll(self._every)
         mine = {"reason": wanted, "signal": signal, "next_step": next_step, "goes_on": goes_on}
-        poll: dict[str, Any] = ranks.agree("saver.step()", mine, decide=_merge_polls).told
+        poll: dict[str, Any] = ranks.agree("saver.step()", mine, decide=_merge_polls).result
         self._poll_seconds = min(self._poll_seconds, time.monotonic() - begun)
         self._next_step, self._goes_on = poll["next_step"], poll["goes_on"]
         decided: str | None = poll["signal"] or poll["reason"]

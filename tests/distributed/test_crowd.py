@@ -54,7 +54,7 @@ def meeting(coming, of=MANY, **given):
 
 def test_every_rank_is_told_what_rank_0_makes_of_all_values():
     found, _ = meeting(range(MANY), decide=lambda _: lambda values: sum(value["rank"] for value in values))
-    assert {agreed.told for agreed in found.values()} == {sum(range(MANY))}
+    assert {agreed.result for agreed in found.values()} == {sum(range(MANY))}
     assert [value["rank"] for value in found[0].values] == [*range(MANY)]
     assert not any(agreed.values for rank, agreed in found.items() if rank)
 

@@ -196,7 +196,7 @@ def large_answers(folder: Path) -> None:
     for _ in range(4):
         told = {"text": "ä" * (3 << 20), "rank": harness.RANK}  # six characters each in JSON
         agreed = ranks.agree("large answers", told, decide=list)
-        for answers in (agreed.told, agreed.values or agreed.told):
+        for answers in (agreed.result, agreed.values or agreed.result):
             assert [answer["rank"] for answer in answers] == [0, 1]
             assert all(answer["text"] == told["text"] for answer in answers)
         ranks.agree("a small one")

@@ -123,7 +123,7 @@ def live_meetings(folder: Path, own: tuple[SaveRequest, LocalState, StagedSave],
     if phase == "resume":
         facts = {"path": str(folder), "identity": "x" * 32, "place": [1, 2, 3]}
         ranks.agree("resume()", {"mode": "must", "facts": facts, "branch": None, "late": False}, same=("mode",))
-        views = ranks.agree("opening", {"sees": True, "shares": True}, decide=choose._merge_views).told
+        views = ranks.agree("opening", {"sees": True, "shares": True}, decide=choose._merge_views).result
         assert views == {"served": "", "sharers": [[0, ranks.size - 1]]}, views
         agree_on_outcomes(ranks, "the end", [Restored(f"item {number}", "restored") for number in range(8)])
         return

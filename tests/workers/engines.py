@@ -89,7 +89,7 @@ def gathers(wrap) -> None:
         assert set(full) == (set(truth) if RANK == 0 else set())
         assert all(torch.equal(full[name], truth[name]) for name in full)
     samples: dict[str, dict[str, float]] = {}
-    for one in current_ranks().agree("samples", sample_elements(found, RANK), decide=list).told:
+    for one in current_ranks().agree("samples", sample_elements(found, RANK), decide=list).result:
         for name, values in one.items():
             assert not set(values) & set(samples.setdefault(name, {})), f"{name}: sampled by two ranks"
             samples[name].update(values)
