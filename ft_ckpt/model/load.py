@@ -112,33 +112,31 @@ def load_model(
     is_host = device is None or torch.device(device).type in ("cpu", "meta")
     read_to = None if is_host else torch.empty(0, device=device).device  # with its index: threads have their own
     options = _LoadOptions(base, into, classes or {}, strict, check_base, trust_remote_code, verify, mapped, read_to)
-    root, wanted = _find_checkpoint(open_place(path), part)
+    place = open_place(path)
+    found = checkpoint_around(place)
+    if found is None:
+        raise NotACheckpointError(why_no_checkpoint(place.folder))
+    root, wanted = found[0], (found[1] or None) if part is None else part
     with open_checkpoint(Place(root), compares=False) as held, _explain_errors(root):
         groups = _group_records(held, wanted)
         if not groups:
             raise LoadError(f"{held.store.url}: no part to load")
         if into is not None and len(groups) > 1:
             raise LoadError(f"into=: {held.store.url} holds {', '.join(groups)}; name one of them with part=")
-        _check_files(held, groups, options)
+        names = [name for records in groups.values() for record in records for name in weight_names(record)]
+        reads_alone = options.mapped is not True and readers_here() == 1
+        if problems := held.find_problems(deep=options.verify, keep=names, own=reads_alone):
+            raise CorruptError(f"{held.store.url}: {listing(list(problems))}; use an older checkpoint")
         loaded = {name: _load_group(held, records, options) for name, records in groups.items()}
         models = {name: model.to(device) if device is not None else model for name, (model, _) in loaded.items()}
         share_again(held.manifest, models)
     is_single = len(models) == 1 and (wanted is not None or "" in models)
-    found = next(iter(models.values())) if is_single else models
+    result = next(iter(models.values())) if is_single else models
     if not with_report:
-        return found
+        return result
     origin = held.origin.folder if isinstance(held.origin, LocalStore) else held.origin.url
     reports = [report for _, report in loaded.values()]
-    return found, summary_of(origin, wanted or "", reports, copied=device not in (None, "cpu"))
-
-
-def _find_checkpoint(place: Place, part: str | None) -> tuple[Store, str | None]:
-    """The checkpoint's store, and the folder of the requested part (None: all of it)."""
-    found = checkpoint_around(place)
-    if found is None:
-        raise NotACheckpointError(why_no_checkpoint(place.folder))
-    root, below = found
-    return root, (below or None) if part is None else part
+    return result, summary_of(origin, wanted or "", reports, copied=device not in (None, "cpu"))
 
 
 @contextmanager
@@ -181,17 +179,6 @@ def _owner_folder(record: PartRecord) -> str:
     if record.adapter == "default" and tail == "default":
         return record.path
     return record.path.removesuffix(tail).rstrip("/")
-
-
-def _check_files(held: OpenCheckpoint, groups: Mapping[str, list[PartRecord]], options: _LoadOptions) -> None:
-    """Compare the files with the manifest: sizes, headers and small files, with `verify` the digests of all.
-
-    Raises CorruptError naming every file that differs.
-    """
-    names = [name for records in groups.values() for record in records for name in weight_names(record)]
-    reads_alone = options.mapped is not True and readers_here() == 1
-    if problems := held.find_problems(deep=options.verify, keep=names, own=reads_alone):
-        raise CorruptError(f"{held.store.url}: {listing(list(problems))}; use an older checkpoint")
 
 
 def _load_group(held: OpenCheckpoint, records: list[PartRecord], options: _LoadOptions) -> tuple[nn.Module, LoadReport]:

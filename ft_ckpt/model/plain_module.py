@@ -123,7 +123,7 @@ class _ModuleDescriber:
 
 
 class _ModuleBuilder:
-    """One walk over a description; keeps what it made by full name, for `same_as`."""
+    """One traversal of a description; keeps modules and tensors by full name, for `same_as`."""
 
     def __init__(self, classes: Mapping[str, type]) -> None:
         self.classes = classes
@@ -140,7 +140,7 @@ class _ModuleBuilder:
         # Bypasses __setattr__ and properties: they are code of the class and expect a complete object.
         vars(module).update({key: decode_value(value) for key, value in node["attributes"].items()})
         for record in node["parameters"]:
-            module._parameters[record["name"]] = self.build_tensor(record, path, _empty_parameter)
+            module._parameters[record["name"]] = self.build_tensor(record, path, _parameter_on_meta)
         for record in node["buffers"]:
             module._buffers[record["name"]] = self.build_tensor(record, path, _buffer_value)
             if not record["persistent"]:
@@ -224,7 +224,7 @@ def _buffer_data(buffer: torch.Tensor | None) -> str | None:
     return base64.b64encode(flat.numpy().tobytes()).decode()
 
 
-def _empty_parameter(record: Mapping[str, Any]) -> nn.Parameter:
+def _parameter_on_meta(record: Mapping[str, Any]) -> nn.Parameter:
     tensor = torch.empty(record["shape"], dtype=dtype_of(record["dtype"]), device="meta")
     return nn.Parameter(tensor, requires_grad=record["requires_grad"])
 

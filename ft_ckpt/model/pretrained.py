@@ -52,11 +52,20 @@ def checked_config(store: Store, record: PartRecord) -> dict[str, Any]:
 
 def empty_model(cls: Any, held: OpenCheckpoint, record: PartRecord) -> Any:
     """The model without memory for its parameters; None if transformers must convert it."""
+    from transformers import AutoConfig
+
     weights = {name.rpartition("/")[2] for name in weight_names(record)}
     with companions_here(held, record, lambda name: name not in weights) as folder:
-        model = _empty_model_of(cls, folder, record)
-        if model is not None:
-            name_origin(model, folder, held, record)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with without_memory():
+            model = cls(config)
+        names = ModelTensors(model).sources(allow_meta=True)
+        if not made_by_class(model).isdisjoint(names):
+            return None  # transformers has their values
+        if not stored_as_in_memory(model, names) or any(tensor.name not in names for tensor in record.tensors):
+            return None
+        add_folder_settings(model, folder)
+        name_origin(model, folder, held, record)
     return model
 
 
@@ -89,21 +98,13 @@ def name_origin(model: nn.Module, read_from: Path, held: OpenCheckpoint, record:
                 owner.name_or_path = held.origin.where(record.path)
 
 
-def _empty_model_of(cls: Any, folder: Path, record: PartRecord) -> Any:
-    import transformers
+def add_folder_settings(model: Any, folder: Path) -> None:
+    """Set the generation config and the origin of a model that was made from the config in `folder`."""
+    from transformers import GenerationConfig
 
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with without_memory():
-        model = cls(config)
-    names = ModelTensors(model).sources(allow_meta=True)
-    if not made_by_class(model).isdisjoint(names):
-        return None  # transformers has their values
-    if not stored_as_in_memory(model, names) or any(tensor.name not in names for tensor in record.tensors):
-        return None
     if model.can_generate() and LocalStore(folder).stat("generation_config.json") is not None:
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     model.name_or_path = str(folder)
-    return model
 
 
 def most_parameters(record: PartRecord) -> int:
@@ -152,11 +153,19 @@ def listing_own(record: PartRecord) -> Iterator[None]:
         types = _stored_types(module, sources, record) if empty else {}
         return {name: tensor.to(types.get(name)) if tensor.is_meta else tensor for name, tensor in listed.items()}
 
-    nn.Module.state_dict = list_own  # type: ignore[assignment, method-assign]
+    with _replacing("state_dict", list_own):
+        yield
+
+
+@contextmanager
+def _replacing(method: str, function: Callable[..., Any]) -> Iterator[None]:
+    """In the block, all modules of the process have `function` as the `method` of nn.Module."""
+    original = getattr(nn.Module, method)
+    setattr(nn.Module, method, function)
     try:
         yield
     finally:
-        nn.Module.state_dict = whole  # type: ignore[method-assign]
+        setattr(nn.Module, method, original)
 
 
 def _stored_types(module: nn.Module, sources: Mapping[str, Source], record: PartRecord) -> dict[str, torch.dtype]:
@@ -182,11 +191,8 @@ def leave_parameters_unfilled() -> Iterator[None]:
         if param is not None:
             module._parameters[name]._is_hf_initialized = True  # type: ignore[union-attr]
 
-    nn.Module.register_parameter = mark_filled  # type: ignore[assignment, method-assign]
-    try:
+    with _replacing("register_parameter", mark_filled):
         yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 class _Bounded(TorchFunctionMode):
@@ -222,9 +228,5 @@ def limit_parameters(parameters: int, source: str) -> Iterator[None]:
             )
         register(module, name, param)
 
-    nn.Module.register_parameter = count_parameter  # type: ignore[assignment, method-assign]
-    try:
-        with _Bounded():
-            yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    with _replacing("register_parameter", count_parameter), _Bounded():
+        yield

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, GenerationConfig
+from transformers import AutoConfig, AutoModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -21,13 +21,12 @@ from ft_ckpt.distributed.wrapper import stand_in_parameter
 from ft_ckpt.distributed.wrappers import unwrap, user_class, walk_modules
 from ft_ckpt.errors import BaseMismatchError, LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_of
-from ft_ckpt.formats.layout import Spec, TensorFile
+from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.model.adapters import base_view, has_adapters
 from ft_ckpt.model.companions import is_quantised
 from ft_ckpt.model.plain_module import put_at, tensor_at
-from ft_ckpt.model.pretrained import model_class, without_memory
+from ft_ckpt.model.pretrained import add_folder_settings, model_class, without_memory
 from ft_ckpt.model.selection import View
-from ft_ckpt.storage.local_store import LocalStore
 
 _KINDS = ("Params4bit", "Int8Params")
 _COMPARED = 8  # layers, spread over the model
@@ -49,8 +48,8 @@ class QuantisedBase:
     def __init__(self, model: nn.Module) -> None:
         """Raises SelectionError for a model that is sharded over ranks, or quantised by another library."""
         sources = ModelTensors(model).sources()
-        held = {source.name: source.sharding for source in sources.values()}
-        cut = [name for name, sharding in held.items() if sharding.is_sharded or not sharding.is_replicated]
+        shardings = {source.name: source.sharding for source in sources.values()}
+        cut = [name for name, sharding in shardings.items() if sharding.is_sharded or not sharding.is_replicated]
         view = View(unwrap(model), sources)
         modules = {path: unwrap(module) for path, _, module in walk_modules(view.module)}
         base = base_view(view)
@@ -76,13 +75,14 @@ class QuantisedBase:
         """A new model with the dequantised weights: computed when they are read, or now if `in_memory`."""
         with without_memory():
             made: Any = user_class(type(self.module))(self.plain_config())
-        held: dict[int, Any] = {}  # keeps ties
+        plain: dict[int, Any] = {}  # by id of the live tensor, to keep ties
         for name, tensor in self.tensors.items():
             empty = tensor_at(made, name)
-            if empty is not None and id(tensor) not in held:
-                held[id(tensor)] = self._plain_tensor(name, tuple(empty.shape), in_memory)
-            if empty is not None:
-                put_at(made, name, held[id(tensor)])
+            if empty is None:
+                continue
+            if id(tensor) not in plain:
+                plain[id(tensor)] = self._plain_tensor(name, tuple(empty.shape), in_memory)
+            put_at(made, name, plain[id(tensor)])
         return made.eval()  # type: ignore[no-any-return]  # a class of transformers
 
     def _plain_tensor(self, name: str, shape: tuple[int, ...], in_memory: bool) -> Tensor:
@@ -123,7 +123,9 @@ def _dequantised_weight(layer: Any, dtype: torch.dtype) -> Tensor:
     if type(weight).__name__ == "Params4bit":
         full = functional.dequantize_4bit(weight.data, weight.quant_state)
     else:
-        full = functional.int8_vectorwise_dequant(weight.data, _scales_of(layer).to(weight.device))
+        scales = getattr(weight, "SCB", None)
+        scales = layer.state.SCB if scales is None else scales
+        full = functional.int8_vectorwise_dequant(weight.data, scales.to(weight.device))
     return full.to("cpu", dtype)
 
 
@@ -154,12 +156,6 @@ def _halves(packed: Tensor) -> Tensor:
 
 def _equal_share(one: Tensor, other: Tensor) -> float:
     return float((one == other).float().mean())
-
-
-def _scales_of(layer: Any) -> Tensor:
-    found = getattr(layer.weight, "SCB", None)
-    scales: Tensor = layer.state.SCB if found is None else found
-    return scales
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,9 +190,7 @@ def model_on_files(folder: Path, file: TensorFile, *, in_memory: bool = False) -
     problems += [f"{name}: not in the files" for name in lost]
     if problems:
         raise LoadError(f"{folder}: {listing(problems)}: its files do not fit {name}; use another copy")
-    if model.can_generate() and LocalStore(folder).stat("generation_config.json") is not None:
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    model.name_or_path = str(folder)
+    add_folder_settings(model, folder)
     return FileModel(model.eval().requires_grad_(False), tuple(left))
 
 
@@ -267,8 +261,11 @@ def _fill_place(model: Any, place: _FileOrigin, file: TensorFile, in_memory: boo
     def read_target(target: str) -> Tensor:
         return place.convert(model, lambda name: file.read(name).view(file.specs[name].shape))[target]
 
+    def empty_stored(name: str) -> Tensor:
+        return torch.empty(file.specs[name].shape, dtype=dtype_of(file.specs[name].dtype), device="meta")
+
     wrong = []
-    for target, empty in place.convert(model, lambda name: _empty_like(file.specs[name])).items():
+    for target, empty in place.convert(model, empty_stored).items():
         live, shape = tensor_at(model, target), tuple(empty.shape)
         if live is None or tuple(live.shape) != shape:
             wrong.append(f"{target}: {shape} in the files, expected {None if live is None else tuple(live.shape)}")
@@ -280,14 +277,10 @@ def _fill_place(model: Any, place: _FileOrigin, file: TensorFile, in_memory: boo
     return wrong
 
 
-def _empty_like(spec: Spec) -> Tensor:
-    return torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device="meta")
-
-
 def _tie_missing(model: Any) -> None:
     """Tie tensors that the class declares tied and the files store once."""
-    for alias, main in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        here, there = tensor_at(model, alias), tensor_at(model, main)
-        for name, tensor, other in ((alias, here, there), (main, there, here)):
+    for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        for name, stored in (pair, pair[::-1]):
+            tensor, other = tensor_at(model, name), tensor_at(model, stored)
             if tensor is not None and tensor.is_meta and other is not None and not other.is_meta:
                 put_at(model, name, other)
