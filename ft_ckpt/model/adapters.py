@@ -28,18 +28,18 @@ def resized_embeddings(part: View, model: Any) -> set[str]:
     module: Any = part.module
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "config"):
         return set()
-    layers = [embedding_of(model, ask) for ask in ("get_input_embeddings", "get_output_embeddings")]
-    own = {id(layer) for layer in layers if layer is not None}
-    paths = (path for path, _, inner in walk_modules(module) if id(inner) in own)
+    layers = [embedding_of(model, getter) for getter in ("get_input_embeddings", "get_output_embeddings")]
+    embeddings = {id(layer) for layer in layers if layer is not None}
+    paths = (path for path, _, inner in walk_modules(module) if id(inner) in embeddings)
     names = [name for path in paths if (name := f"{path}.weight") in part.sources]
-    known = _rows_of_base(module, model)
-    return {name for name in names if known is not None and part.sources[name].shape[0] != known}
+    rows = _rows_of_base(module, model)
+    return {name for name in names if rows is not None and part.sources[name].shape[0] != rows}
 
 
-def embedding_of(model: Any, ask: str = "get_input_embeddings") -> Any:
+def embedding_of(model: Any, getter: str = "get_input_embeddings") -> Any:
     """The embedding layer of the base, also inside a PEFT layer; None if there is not exactly one."""
     try:
-        layer = getattr(model, ask)()
+        layer = getattr(model, getter)()
     except (AttributeError, NotImplementedError):
         return None
     while (inner := getattr(layer, "base_layer", getattr(layer, "original_module", None))) is not None:
@@ -113,12 +113,13 @@ def adapter_parts(part: View, name: str, path: str, dtype: str, in_folders: bool
     active = active_adapters(part.module)
     parts = []
     for adapter, entries in chosen.items():
-        folder = _adapter_folder(path, adapter, in_folders)
+        own = "" if adapter == "default" and not in_folders else adapter
+        folder = "/".join(filter(None, (path, "adapters" if in_folders else "", own)))
         added = [entry for entry in extra if adapter in active or not active]
         made = cast_entries([*entries, *added], part.module, dtype)
-        label = "/".join(filter(None, (name, "" if adapter == "default" and not in_folders else adapter)))
-        where = Part(label, folder, "adapter", part.module, made, file=ADAPTER_FILE, base=frozen, notes=notes)
-        parts.append(replace(where, adapter=adapter, active=adapter in active, beside=in_folders, passed=passed))
+        label = "/".join(filter(None, (name, own)))
+        stored = Part(label, folder, "adapter", part.module, made, file=ADAPTER_FILE, base=frozen, notes=notes)
+        parts.append(replace(stored, adapter=adapter, active=adapter in active, beside=in_folders, passed=passed))
     empty = [p.adapter for p in parts if not p.entries]
     if empty:
         raise IncompleteError(f"adapter {empty[0]!r}: PEFT selects no tensors for it; nothing is written")
@@ -157,9 +158,9 @@ def _of_base(part: View, named: Mapping[str, T]) -> Iterable[tuple[str, T]]:
         steps = name.split(".")
         if steps[: len(root)] != root:
             continue  # a prompt encoder, a projection shared by all layers
-        kept = _base_steps(steps, wrapped)
-        if kept is not None:
-            yield ".".join(kept[len(root) :]), value
+        in_base = _base_steps(steps, wrapped)
+        if in_base is not None:
+            yield ".".join(in_base[len(root) :]), value
 
 
 def base_path(part: View, path: str) -> str:
@@ -202,7 +203,7 @@ def _base_steps(steps: list[str], wrapped: Mapping[str, tuple[str, ...]]) -> lis
 
 
 def _refuse_extra(part: View) -> None:
-    """Refuse non-tensor state of an adapter, because PEFT's file has no place for it."""
+    """Refuse non-tensor state of an adapter, because PEFT's file cannot store it."""
     own = sorted(part.extra.keys() - {name for _, name in _of_base(part, {name: name for name in part.extra})})
     if own:
         raise SelectionError(
@@ -211,21 +212,15 @@ def _refuse_extra(part: View) -> None:
         )
 
 
-def _adapter_folder(path: str, adapter: str, in_folders: bool) -> str:
-    if in_folders:
-        return "/".join(filter(None, (path, "adapters", adapter)))
-    return "/".join(filter(None, (path, "" if adapter == "default" else adapter)))
-
-
 def _adapter_entries(part: View, adapter: str) -> list[Entry]:
     """The tensors that PEFT selects for the adapter, under the names it stores."""
     config = part.module.peft_config[adapter]
     if config.is_prompt_learning:
         return _prompt_entries(part, adapter)
     sources = _sources_for(part, adapter)
-    standins = {source.raw_name: torch.zeros((), dtype=source.dtype).expand(source.shape) for source in sources}
-    stored = _peft_names(part.module, standins, adapter)
-    origin = {id(tensor): source for tensor, source in zip(standins.values(), sources, strict=True)}
+    placeholders = {source.raw_name: torch.zeros((), dtype=source.dtype).expand(source.shape) for source in sources}
+    stored = _peft_names(part.module, placeholders, adapter)
+    origin = {id(tensor): source for tensor, source in zip(placeholders.values(), sources, strict=True)}
     prefix, clean_name = "" if is_peft_model(part.module) else PREFIX, _name_cleaner(part)
     made = {name: tensor for name, tensor in stored.items() if id(tensor) not in origin}
     group = _computed_group(part, adapter, made)
@@ -290,20 +285,20 @@ def _peft_names(module: Any, state_dict: Mapping[str, Tensor], adapter: str) -> 
 
 def _with_one_adapter(module: Any, adapter: str) -> Any:
     """A shallow copy of the module with this adapter alone, and a copy of its config, which PEFT modifies."""
-    owner = twin = _twin_of(module)
+    owner = copied = _shallow_copy(module)
     tuner = module._modules.get("base_model")
     if tuner is not None and getattr(tuner, "peft_config", None):
-        owner = _twin_of(tuner)
-        twin.__dict__["_modules"] = {**module._modules, "base_model": owner}
+        owner = _shallow_copy(tuner)
+        vars(copied)["_modules"] = {**module._modules, "base_model": owner}
     owner.peft_config = {adapter: copy.copy(module.peft_config[adapter])}
-    return twin
+    return copied
 
 
-def _twin_of(module: nn.Module) -> Any:
+def _shallow_copy(module: nn.Module) -> Any:
     """A shallow copy, of the user's class because FSDP2's cannot be instantiated without arguments."""
-    twin: Any = object.__new__(user_class(type(module)))
-    vars(twin).update(vars(module))
-    return twin
+    copied: Any = object.__new__(user_class(type(module)))
+    vars(copied).update(vars(module))
+    return copied
 
 
 def _computed_group(part: View, adapter: str, made: Mapping[str, Tensor]) -> Group | None:
@@ -322,7 +317,7 @@ def _computed_group(part: View, adapter: str, made: Mapping[str, Tensor]) -> Gro
 
 
 def _prompt_entries(part: View, adapter: str) -> list[Entry]:
-    """The entries of a prompt method, which stores its encoder's output: that is rebuilt from full tensors and run."""
+    """The entries of a prompt method, which stores the output of its encoder, rebuilt from full tensors."""
     inside = f"prompt_encoder.{adapter}."
     needed = tuple(source for name, source in part.sources.items() if name.startswith(inside))
     others = {name: source for name, source in part.sources.items() if "modules_to_save" in name.split(".")}
@@ -332,7 +327,7 @@ def _prompt_entries(part: View, adapter: str) -> list[Entry]:
             part.module.prompt_encoder[adapter],
             {s.name[s.name.index(inside) + len(inside) :]: full[s.name] for s in needed},
         )
-        model = _twin_of(part.module)  # only this one sees the rebuilt encoder
+        model = _shallow_copy(part.module)  # only the copy has the rebuilt encoder
         model.__dict__["_modules"] = {**model._modules, "prompt_encoder": nn.ModuleDict({adapter: encoder})}
         with torch.no_grad():
             stored = _peft_names(model, {s.raw_name: torch.zeros(1) for s in others.values()}, adapter)
@@ -345,10 +340,8 @@ def _prompt_entries(part: View, adapter: str) -> list[Entry]:
     group = Group(needed, run_encoder)
     made = run_encoder({source.name: torch.zeros(source.shape, dtype=source.dtype) for source in needed})
     entries = [Entry(name, tuple(t.shape), t.dtype, t.dtype, group=group) for name, t in made.items()]
-    kept = [(name, s) for name, s in others.items() if f".modules_to_save.{adapter}." in name]
-    return entries + [
-        unchanged_entry(name.replace(f".modules_to_save.{adapter}.", "."), source) for name, source in kept
-    ]
+    saved = f".modules_to_save.{adapter}."
+    return entries + [unchanged_entry(n.replace(saved, "."), source) for n, source in others.items() if saved in n]
 
 
 def _rebuild_module(module: nn.Module, full: Mapping[str, Tensor]) -> nn.Module:
@@ -368,8 +361,7 @@ def _rebuild_module(module: nn.Module, full: Mapping[str, Tensor]) -> nn.Module:
 
 def _entries_left_out(part: View, chosen: Mapping[str, list[Entry]]) -> tuple[list[Entry], tuple[str, ...]]:
     """Base tensors that the adapter needs: trained ones, and resized embeddings."""
-    taken = {entry.source.key for entries in chosen.values() for entry in entries if entry.source is not None}
-    taken |= {s.key for entries in chosen.values() for e in entries if e.group for s in e.group.sources}
+    taken = {source.key for entries in chosen.values() for entry in entries for source in entry.sources}
     resized = resized_embeddings(part, _model_below(part.module))
     prefix = "" if is_peft_model(part.module) else PREFIX
     owned = {id(source) for _, source in base_sources(part)}
@@ -388,8 +380,7 @@ def _entries_left_out(part: View, chosen: Mapping[str, list[Entry]]) -> tuple[li
 
 def missing_trainable(part: View, parts: Iterable[Part]) -> list[str]:
     """Trainable tensors that none of `parts` stores."""
-    stored = {entry.source.key for p in parts for entry in p.entries if entry.source is not None}
-    stored |= {s.key for p in parts for entry in p.entries if entry.group for s in entry.group.sources}
+    stored = {source.key for p in parts for entry in p.entries for source in entry.sources}
     return [name for name, source in part.sources.items() if source.trainable and source.key not in stored]
 
 

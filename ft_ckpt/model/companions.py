@@ -96,14 +96,19 @@ def generation_config(model: nn.Module, tokenizer: Any, chat_template_name: str 
     if live is None or not hasattr(model, "can_generate") or not model.can_generate():  # type: ignore[operator]
         return None  # a wrapper around a generating model may have a generation config, too
     if chat_template_name is None:
-        return _repaired_settings(_with_config_fields(live, model.config))
+        generation = copy.deepcopy(live)
+        for name, value in _misplaced_settings(model.config).items():  # which cannot be saved in the model's config
+            if getattr(generation, name, None) is None:
+                setattr(generation, name, value)
+        return _repaired_settings(generation)
     text = _text_tokenizer(tokenizer)
     if text is None:
         raise CompanionError(f"chat_template_name {chat_template_name!r} takes its tokens from a tokenizer; pass one")
     if "olmo" in chat_template_name:
         ids: dict[str, Any] = {"eos_token_id": [_token_id(model, text, token) for token in _OLMO_EOS]}
     else:
-        ids = {f"{kind}_token_id": _special_id(model, text, kind) for kind in ("eos", "bos")}
+        tokens = {f"{kind}_token_id": getattr(text, f"{kind}_token") for kind in ("eos", "bos")}
+        ids = {n: None if token is None else _token_id(model, text, str(token)) for n, token in tokens.items()}
     return GenerationConfig(temperature=None, top_p=None, **ids)
 
 
@@ -164,7 +169,8 @@ def write_adapter(
     elif base.id is not None:
         config.base_model_name_or_path = config.base_model_name_or_path or base.id
         config.revision = config.revision or base.revision
-    mapping = _auto_mapping(model) if config.task_type is None else None
+    cls = user_class(type(unwrap(model.get_base_model() if is_peft_model(model) else model)))
+    mapping = {"base_model_class": cls.__name__, "parent_library": cls.__module__} if config.task_type is None else None
     config.save_pretrained(str(folder), auto_mapping_dict=mapping)
     card = blank_card() if isinstance(model, peft.PeftModel) else injected_card(config)
     LocalStore(folder).write("README.md", card.encode())
@@ -176,16 +182,8 @@ def write_adapter(
 # Generation config
 
 
-def _with_config_fields(live: Any, config: Any) -> Any:
-    """A copy of `live` with the generation settings of the model config, which cannot be saved there."""
-    generation = copy.deepcopy(live)
-    for name, value in _misplaced_settings(config).items():
-        if getattr(generation, name, None) is None:
-            setattr(generation, name, value)
-    return generation
-
-
 def _misplaced_settings(config: Any) -> dict[str, Any]:
+    """The generation settings in a model's config."""
     parameters: dict[str, Any] = getattr(config, "_get_generation_parameters", dict)()
     return parameters
 
@@ -222,11 +220,6 @@ def _text_tokenizer(tokenizer: Any) -> Any:
     return text if hasattr(text, "convert_tokens_to_ids") else None
 
 
-def _special_id(model: nn.Module, tokenizer: Any, kind: str) -> int | None:
-    token = getattr(tokenizer, f"{kind}_token")
-    return None if token is None else _token_id(model, tokenizer, str(token))
-
-
 def _token_id(model: nn.Module, tokenizer: Any, token: str) -> int:
     found = tokenizer.convert_tokens_to_ids(token)
     unknown = found == tokenizer.unk_token_id and token != str(tokenizer.unk_token)
@@ -253,13 +246,10 @@ def _embedding_rows(model: nn.Module) -> int | None:
     weight = getattr(embedding, "weight", None)
     if isinstance(weight, torch.Tensor) and len(global_shape(weight)) == 2:  # the embedding of images is a convolution
         return global_shape(weight)[0]
-    return getattr(_decoder_config(model), "vocab_size", None)
-
-
-def _decoder_config(model: Any) -> Any:
     try:
-        return model.config.get_text_config(decoder=True)
-    except (AttributeError, ValueError):  # no config, or several texts in it
+        config: Any = model.config
+        return getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    except (AttributeError, ValueError):  # no config, or several text configs in it
         return None
 
 
@@ -353,12 +343,3 @@ def _localised_entry(entry: Any, folder: Path, source: Path) -> Any:
         with closing(open_place(needed).open()) as code:
             copy_object(code, LocalStore(folder), needed.name)
     return local
-
-
-# Adapters
-
-
-def _auto_mapping(model: Any) -> dict[str, str]:
-    base = model.get_base_model() if is_peft_model(model) else model
-    cls = user_class(type(unwrap(base)))
-    return {"base_model_class": cls.__name__, "parent_library": cls.__module__}

@@ -89,11 +89,18 @@ def cast_entries(entries: Sequence[Entry], module: nn.Module, dtype: str) -> tup
     """The entries in the dtype of the policy `dtype`: a dtype of torch, "config" or "as_is"."""
     if dtype == "as_is":
         return tuple(entries)
-    target = _config_dtype(module) if dtype == "config" else getattr(torch, dtype)
+    wanted: Any = getattr(getattr(module, "config", None), "dtype", None) if dtype == "config" else dtype
+    target = getattr(torch, wanted) if isinstance(wanted, str) else wanted
     if target is None:
         return tuple(entries)
     kept = kept_in_float32(module, target)
-    return tuple(_cast_one(entry, target, kept) for entry in entries)
+
+    def cast(entry: Entry) -> Entry:
+        is_ordinary = entry.dtype in {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+        is_kept = entry.dtype == torch.float32 and any(step in entry.name.split(".") for step in kept)
+        return entry._replace(dtype=target) if is_ordinary and not is_kept else entry
+
+    return tuple(map(cast, entries))
 
 
 def kept_in_float32(module: nn.Module, target: torch.dtype) -> tuple[str, ...]:
@@ -101,15 +108,3 @@ def kept_in_float32(module: nn.Module, target: torch.dtype) -> tuple[str, ...]:
     strict = tuple(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     half = tuple(getattr(module, "_keep_in_fp32_modules", None) or ()) if target == torch.float16 else ()
     return (*strict, *half)
-
-
-def _cast_one(entry: Entry, target: torch.dtype, keep: tuple[str, ...]) -> Entry:
-    """`entry` in `target` if it is an ordinary float that the model does not keep in float32."""
-    ordinary = entry.dtype in {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-    kept = entry.dtype == torch.float32 and any(part in entry.name.split(".") for part in keep)
-    return entry if kept or not ordinary else entry._replace(dtype=target)
-
-
-def _config_dtype(module: nn.Module) -> torch.dtype | None:
-    value = getattr(getattr(module, "config", None), "dtype", None)
-    return getattr(torch, value) if isinstance(value, str) else value

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -112,7 +112,12 @@ def by_layer(found: Iterable[Difference]) -> list[Difference]:
     layers: dict[str, list[Difference]] = {}
     for each in found:
         layers.setdefault(layer_of(each.name), []).append(each)
-    return _most_changed_first(_layer_difference(layer, members) for layer, members in layers.items())
+    by_name = []
+    for layer, members in layers.items():
+        changed, sums = sum(each.changed for each in members), sum((each.sums for each in members), Sums())
+        status = "changed" if changed else "equal"
+        by_name.append(Difference(layer, status, sums=sums, tensors=len(members), changed=changed))
+    return _most_changed_first(by_name)
 
 
 def layer_of(name: str) -> str:
@@ -136,12 +141,6 @@ def _tensor_difference(first: UntiedFile, second: UntiedFile, name: str) -> Diff
         same, more = _compare_slices(first.read(name, low, high), second.read(name, low, high))
         equal, sums = equal and same, sums + more
     return Difference(name, "equal" if equal else "changed", before, after, sums, changed=int(not equal))
-
-
-def _layer_difference(layer: str, members: Sequence[Difference]) -> Difference:
-    changed = sum(each.changed for each in members)
-    sums = sum((each.sums for each in members), Sums())
-    return Difference(layer, "changed" if changed else "equal", sums=sums, tensors=len(members), changed=changed)
 
 
 def _compare_slices(one: Tensor, other: Tensor) -> tuple[bool, Sums]:

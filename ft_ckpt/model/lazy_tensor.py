@@ -164,15 +164,12 @@ def _require_grad(lazy: LazyTensor, requires_grad: bool = True) -> LazyTensor:
 
 
 def _index_lazy(lazy: LazyTensor, key: Any) -> Any:
-    if lazy._own is None and (type(key) is int or (type(key) is slice and _is_plain_slice(key))):
+    bounds = (key.start, key.stop, key.step) if type(key) is slice else (key,)
+    if lazy._own is None and key is not None and all(part is None or type(part) is int for part in bounds):
         rows = lazy._held.rows(key)
         if rows is not None:
             return rows
     return lazy.values()[_unwrap_lazy(key)]
-
-
-def _is_plain_slice(key: slice) -> bool:
-    return all(part is None or type(part) is int for part in (key.start, key.stop, key.step))
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {

@@ -57,8 +57,8 @@ def parts_of(
     """The parts of a save. A single attribute goes to the checkpoint's own folder, a list to a folder each.
 
     `extra`: non-tensor values of the model's state dict; `merged`: adapters to merge into the base. Raises
-    SelectionError or a subclass when the model lacks what was requested, IncompleteError naming tensors that
-    would be left out and by no rule.
+    SelectionError or a subclass if the model lacks what was requested, IncompleteError naming tensors that
+    would be left out without a rule.
     """
     if attribute is None or isinstance(attribute, str):
         whole = view_of(model, found, attribute or "", extra)
@@ -70,20 +70,20 @@ def parts_of(
     if not attribute or len(set(attribute)) != len(attribute):
         raise SelectionError(f"attribute={list(attribute)!r}: expected one or more names, each once")
     views = {name: view_of(model, found, name, extra) for name in attribute}
-    if adapter_only and not any(has_adapters(one.module) for one in views.values()):
+    if adapter_only and not any(has_adapters(view.module) for view in views.values()):
         raise NotAnAdapterError(
             f"adapter_only=True: none of {', '.join(views)} has a PEFT adapter; use adapter_only=False"
         )
     parts = [
         part
-        for name, one in views.items()  # beside an adapter a plain attribute, such as a value head, is saved in full
-        for part in _parts_of_view(one, name, name, adapter_only and has_adapters(one.module), dtype)
+        for name, view in views.items()  # beside an adapter a plain attribute, such as a value head, is saved in full
+        for part in _parts_of_view(view, name, name, adapter_only and has_adapters(view.module), dtype)
     ]
     return _refuse_missing(parts, views.values(), adapter_only)
 
 
 def is_adapter_run(model: nn.Module, found: Mapping[str, Source], attribute: str | None = None) -> bool:
-    """Whether adapters are all that is trained, on a base that can be had again, in the model or its `attribute`.
+    """Whether only adapters are trained, on a base that can be recreated, in the model or its `attribute`.
 
     `found` are the sources of `model`.
     """
@@ -102,18 +102,16 @@ def kind_of(adapter_only: bool, attribute: Attribute) -> str:
 
 
 def _refuse_missing(parts: list[Part], views: Iterable[View], adapter_only: bool) -> list[Part]:
-    """The `parts`, once it is sure that they leave out no tensor of the `views` without a rule.
+    """The `parts`, after a check that they contain every tensor of the `views`.
 
-    Left out may be: other names of one parameter, what the class or PEFT says it makes anew, and, of an adapter alone,
-    the frozen tensors of its base. Raises IncompleteError naming everything else.
+    Allowed omissions are other names of one parameter, tensors that the class or PEFT recreates, and with
+    `adapter_only` the frozen tensors of the base. Raises IncompleteError naming all others.
     """
-    entries = [entry for part in parts for entry in part.entries]
-    known = {entry.source.key for entry in entries if entry.source is not None}
-    known |= {source.key for entry in entries if entry.group for source in entry.group.sources}
+    known = {source.key for part in parts for entry in part.entries for source in entry.sources}
     known |= {source.key for part in parts for source in part.passed}
     if adapter_only:
         known |= {source.key for part in parts for source in part.base.values()}
-    missing = [name for one in views for name, source in one.sources.items() if source.key not in known]
+    missing = [name for view in views for name, source in view.sources.items() if source.key not in known]
     if missing:
         raise IncompleteError(
             f"{listing(missing, ', ')}: {len(missing)} tensor(s) of the model would be in no file, and no rule says "
@@ -122,16 +120,16 @@ def _refuse_missing(parts: list[Part], views: Iterable[View], adapter_only: bool
     return parts
 
 
-def _parts_of_view(one: View, name: str, path: str, adapter_only: bool, dtype: str) -> list[Part]:
-    if has_adapters(one.module):
-        refuse_merged(one.module)
-    if adapter_only and has_adapters(one.module) and (why := irreproducible(one.module.peft_config)):
+def _parts_of_view(view: View, name: str, path: str, adapter_only: bool, dtype: str) -> list[Part]:
+    if has_adapters(view.module):
+        refuse_merged(view.module)
+    if adapter_only and has_adapters(view.module) and (why := irreproducible(view.module.peft_config)):
         raise SelectionError(f"{why}: the adapter alone fits no base; save with adapter_only=False")
     if adapter_only:
-        parts = adapter_parts(one, name, path, dtype)
-        check_complete(one, parts)
+        parts = adapter_parts(view, name, path, dtype)
+        check_complete(view, parts)
         return parts
-    if not has_adapters(one.module):
-        return [model_part(one, name, path, dtype)]
-    below = adapter_parts(one, name, path, dtype, in_folders=True)
-    return [model_part(base_view(one), name, path, dtype), *below]
+    if not has_adapters(view.module):
+        return [model_part(view, name, path, dtype)]
+    below = adapter_parts(view, name, path, dtype, in_folders=True)
+    return [model_part(base_view(view), name, path, dtype), *below]

@@ -40,7 +40,7 @@ _DROPOUTS = ("dropout", "_pdrop", "layerdrop", "drop_path_rate")
 _UNORDERED = frozenset({  # PEFT tests membership only, and writes some of them as sets, in any order
     *("target_modules", "exclude_modules", "feedforward_modules", "modules_to_save", "layers_to_transform"),
 })  # fmt: skip
-# Fields of AdaLoRA that decide which ranks training gives: its ranks and scores are in the state of a run.
+# Fields of AdaLoRA that determine the ranks during training; the ranks and scores are in the state of a run.
 _ADALORA_FIELDS = ("rank_pattern", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "total_step")
 _ABSENT = object()
 _MOST_LAYERS = 1 << 16  # bound on all counts in a config, before it is compared with the tensors
@@ -58,11 +58,11 @@ def differing_settings(first: Store, other: Store, kind: str) -> list[Difference
     """
     name = SETTINGS_FILES[kind]
     one, two = (_settings_in(store, name) for store in (first, other))
-    found = [] if one == two else [(name, _presence(one), _presence(two))]
-    if found and one is not None and two is not None:
+    differing = [] if one == two else [(name, _presence(one), _presence(two))]
+    if differing and one is not None and two is not None:
         with damaged_input(f"{first.where(name)} and {other.where(name)}"):
-            found = differences_between(one, two, kind)
-    return [*found, *_differing_files(first, other), *_differing_tokens(first, other)]
+            differing = differences_between(one, two, kind)
+    return [*differing, *_differing_files(first, other), *_differing_tokens(first, other)]
 
 
 def quantisation_of(store: Store) -> str | None:
@@ -83,8 +83,9 @@ def differences_of_live(stored: Mapping[str, Any], config: Any) -> list[Differen
     Only those that change the output of an adapter whose tensors, and those of its base, are equal.
     """
     live = json.loads(json.dumps(config.to_dict(), default=_as_json))
-    settled = {"init_lora_weights", *(_ADALORA_FIELDS if stored.get("peft_type") == "ADALORA" else ())}
-    return differences_between(stored, {**live, **{name: stored[name] for name in settled & stored.keys()}}, "adapter")
+    in_tensors = {"init_lora_weights", *(_ADALORA_FIELDS if stored.get("peft_type") == "ADALORA" else ())}
+    known = {name: stored[name] for name in in_tensors & stored.keys()}
+    return differences_between(stored, {**live, **known}, "adapter")
 
 
 def _as_json(value: Any) -> Any:
@@ -104,7 +105,7 @@ def absurd_counts(config: Mapping[str, Any]) -> list[str]:
 
 
 def _counts_in(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """The counts of layers and the like in a config, at any depth."""
+    """The counts in a config whose names match _COUNT, at any depth."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _counts_in(inner, key)
@@ -122,14 +123,14 @@ def _text_of(store: Store, name: str) -> str | None:
 def _settings_in(store: Store, name: str, text: str | None = None) -> dict[str, Any] | None:
     text = _text_of(store, name) if text is None else text
     with damaged_input(store.where(name)):
-        found = None if text is None else json.loads(text)
-    if found is not None and not isinstance(found, dict):
+        settings = None if text is None else json.loads(text)
+    if settings is not None and not isinstance(settings, dict):
         raise CorruptError(f"{store.where(name)}: not a JSON object of settings; use another copy")
-    return found
+    return settings
 
 
-def _presence(found: object) -> str:
-    return "absent" if found is None else "there"
+def _presence(content: object) -> str:
+    return "absent" if content is None else "there"
 
 
 def differences_between(one: Mapping[str, Any], two: Mapping[str, Any], kind: str) -> list[Difference]:
@@ -151,11 +152,12 @@ def _differing_leaves(one: Any, two: Any, counts: Callable[[str], bool]) -> list
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    inner = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {}
-    if not inner:
+    """(dotted name, value) of the values in nested dicts and lists."""
+    children = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {}
+    if not children:
         yield name, value
-    for key, each in inner.items():
-        yield from _leaves(each, f"{name}.{key}" if name else str(key))
+    for key, child in children.items():
+        yield from _leaves(child, f"{name}.{key}" if name else str(key))
 
 
 def _short_text(value: Any) -> str:
@@ -184,13 +186,15 @@ def _completed_adapter(settings: Mapping[str, Any]) -> dict[str, Any]:
     known = PEFT_TYPE_TO_CONFIG_MAPPING.get(settings.get("peft_type"))
     fields = dataclasses.fields(known) if known is not None else ()
     defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
-    made = {field.name: field.default_factory for field in fields}
-    defaults |= {name: make() for name, make in made.items() if make is not dataclasses.MISSING}
+    factories = {field.name: field.default_factory for field in fields}
+    defaults |= {name: factory() for name, factory in factories.items() if factory is not dataclasses.MISSING}
     defaults.pop("runtime_config", None)  # never written
-    whole = {**defaults, **settings}
-    for name in _UNORDERED & whole.keys():
-        whole[name] = sorted(whole[name], key=str) if isinstance(whole[name], list) else whole[name]
-    return {**whole, "init_lora_weights": "keeps the base"} if keeps_base(SimpleNamespace(**whole)) else whole
+    completed = {**defaults, **settings}
+    for name in _UNORDERED & completed.keys():
+        completed[name] = sorted(completed[name], key=str) if isinstance(completed[name], list) else completed[name]
+    if keeps_base(SimpleNamespace(**completed)):
+        completed["init_lora_weights"] = "keeps the base"
+    return completed
 
 
 def _canonical_config(settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -201,28 +205,24 @@ def _canonical_config(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     if "auto_map" in settings or kind not in transformers.CONFIG_MAPPING or absurd_counts(settings):
         return None
     try:
-        made = transformers.CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(settings)))
-        return dict(made.to_dict())
+        config = transformers.CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(settings)))
+        return dict(config.to_dict())
     except Exception:  # noqa: BLE001 - anything that transformers raises for an invalid config
         return None
 
 
 def _differing_files(first: Store, other: Store) -> list[Difference]:
     """Code and extra state with different contents."""
-    one, two = ({name: read_text(store, name) for name in _whole_files(store)} for store in (first, other))
-    pairs = [(name, one.get(name), two.get(name)) for name in sorted(one.keys() | two)]
+    listed = {each.name for store in (first, other) for each in store.list_folder().objects}
+    names = sorted(name for name in listed if name.endswith(".py") or name == EXTRA_FILE)
+    pairs = [(name, _text_of(first, name), _text_of(other, name)) for name in names]
     return [
         (f"the text of {name}", _presence(a), "another" if a and b else _presence(b)) for name, a, b in pairs if a != b
     ]
 
 
-def _whole_files(store: Store) -> list[str]:
-    names = (each.name for each in store.list_folder().objects)
-    return [name for name in names if name.endswith(".py") or name == EXTRA_FILE]
-
-
 def _differing_tokens(first: Store, other: Store) -> list[Difference]:
-    """Ids of different tokens, whose rows of the embeddings must not be mixed. Tokens of one side only do not count."""
+    """Ids that stand for different tokens: their embedding rows must not be mixed. Ids of one side do not count."""
     name = "tokenizer.json"
     texts = [_text_of(store, name) for store in (first, other)]
     if texts[0] == texts[1]:
@@ -233,9 +233,11 @@ def _differing_tokens(first: Store, other: Store) -> list[Difference]:
 
 
 def _tokens_in(store: Store, name: str, text: str | None) -> dict[int, str]:
+    """The tokens of a tokenizer.json by id."""
     settings = _settings_in(store, name, text) or {}
     with damaged_input(store.where(name)):
-        known = (settings.get("model") or {}).get("vocab") or {}
-        pairs = known.items() if isinstance(known, dict) else ((each[0], at) for at, each in enumerate(known))
-        found = {int(number): str(token) for token, number in pairs}
-        return found | {int(each["id"]): str(each["content"]) for each in settings.get("added_tokens") or ()}
+        vocabulary = (settings.get("model") or {}).get("vocab") or {}
+        is_table = isinstance(vocabulary, dict)  # else a list of (token, score) in the order of the ids
+        pairs = vocabulary.items() if is_table else ((entry[0], at) for at, entry in enumerate(vocabulary))
+        tokens = {int(number): str(token) for token, number in pairs}
+        return tokens | {int(each["id"]): str(each["content"]) for each in settings.get("added_tokens") or ()}
