@@ -48,7 +48,11 @@ def base_of(record: PartRecord, given: Any, trust_remote_code: bool, *, verify: 
     if place is None:
         raise LoadError(f"adapter {record.adapter!r}: its base was built in memory and has no id; pass base=")
 
-    _refuse_damaged_base(place, verify)
+    around = checkpoint_around(open_place(place)) if open_place(place).is_folder else None
+    if around is not None:
+        with open_checkpoint(Place(around[0]), compares=False) as held:
+            if problems := held.find_problems(deep=verify):
+                raise CorruptError(f"{held.location}: {listing(list(problems))}; use another copy of the base")
     revision = record.base.revision if record.base and given is None else None
     asked = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
@@ -59,16 +63,6 @@ def base_of(record: PartRecord, given: Any, trust_remote_code: bool, *, verify: 
             "model, a folder or an id"
         ) from error
     return model
-
-
-def _refuse_damaged_base(place: Any, verify: bool) -> None:
-    """Raise CorruptError if `place` is a checkpoint of ours whose files differ from its manifest."""
-    around = checkpoint_around(open_place(place)) if open_place(place).is_folder else None
-    if around is None:
-        return
-    with open_checkpoint(Place(around[0]), compares=False) as held:
-        if problems := held.find_problems(deep=verify):
-            raise CorruptError(f"{held.location}: {listing(list(problems))}; use another copy of the base")
 
 
 def attach_adapters(
@@ -96,10 +90,10 @@ def attach_adapters(
         here = dict(base_sources(View(peft_model, ModelTensors(peft_model).sources())))
         _check_base(here, type(model).__name__, record, is_remade=True)
     with _explain_peft(held, records):
-        places = _find_places(View(peft_model, ModelTensors(peft_model).sources()), held, records)
+        targets = _find_targets(View(peft_model, ModelTensors(peft_model).sources()), held, records)
         for record in records:
             _fill_adapter(peft_model, held, record)
-            _copy_exactly(held, record, places[str(record.adapter)])
+            _copy_exactly(held, record, targets[str(record.adapter)])
     _activate_adapters(peft_model, records)
     return peft_model.eval(), notes
 
@@ -294,42 +288,39 @@ def _check_base(here: Mapping[str, Source], kind: str, record: PartRecord, *, is
         )
 
 
-def _find_places(one: View, held: OpenCheckpoint, records: Sequence[PartRecord]) -> dict[str, dict[str, Source]]:
+def _find_targets(view: View, held: OpenCheckpoint, records: Sequence[PartRecord]) -> dict[str, dict[str, Source]]:
     """By adapter, the targets of stored tensors that PEFT does not load or rounds: base tensors saved with the adapter,
     and tensors stored in a wider type than their target has.
 
     Raises LoadError naming every tensor that is missing, has no target, or has another shape or kind of number.
     """
-    expected = {part.adapter: part.entries for part in adapter_parts(one, "", "", "as_is")}
-    base = {PREFIX + name: source for name, source in base_sources(one)}
-    base.update({source.name: source for _, source in base_sources(one)})
+    expected = {part.adapter: part.entries for part in adapter_parts(view, "", "", "as_is")}
+    base = {PREFIX + name: source for name, source in base_sources(view)}
+    base.update({source.name: source for _, source in base_sources(view)})
     everywhere = {tensor.name for record in records for tensor in record.tensors}
     problems: list[str] = []
-    places: dict[str, dict[str, Source]] = {}
+    targets: dict[str, dict[str, Source]] = {}
     for record in records:
         own = {entry.name: entry for entry in expected[record.adapter]}
         stored = {tensor.name for tensor in record.tensors}
         missing = own.keys() - stored - (base.keys() & everywhere)  # one of the adapters has the resized embeddings
         problems += [f"{name}: missing in the files" for name in sorted(missing)]
-        places[str(record.adapter)] = {}
+        targets[str(record.adapter)] = {}
         for tensor in record.tensors:
-            place = own.get(tensor.name) or base.get(tensor.name)
-            if place is None:
+            target = own.get(tensor.name) or base.get(tensor.name)
+            if target is None:
                 problems.append(f"{tensor.name}: no place in the model")
                 continue
-            dtype, source = dtype_of(tensor.dtype), place.source if isinstance(place, Entry) else place
-            is_same_kind = (dtype.is_floating_point, dtype.is_complex) == (
-                place.dtype.is_floating_point,
-                place.dtype.is_complex,
-            )
-            if tensor.shape != place.shape or not is_same_kind:
-                wanted = f"{dtype_name(place.dtype)} {tuple(place.shape)}"
+            dtype, source = dtype_of(tensor.dtype), target.source if isinstance(target, Entry) else target
+            kinds = {(each.is_floating_point, each.is_complex) for each in (dtype, target.dtype)}
+            if tensor.shape != target.shape or len(kinds) > 1:
+                wanted = f"{dtype_name(target.dtype)} {tuple(target.shape)}"
                 problems.append(f"{tensor.name}: {tensor.dtype} {tensor.shape} in the files, expected {wanted}")
             elif source is not None and (tensor.name not in own or not _holds_all(source.dtype, dtype)):
-                places[str(record.adapter)][tensor.name] = source
+                targets[str(record.adapter)][tensor.name] = source
     if problems:
         raise LoadError(f"{listing(problems)}: the adapter in {held.store.url} does not fit this base")
-    return places
+    return targets
 
 
 def _holds_all(live: torch.dtype, stored: torch.dtype) -> bool:

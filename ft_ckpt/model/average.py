@@ -204,7 +204,7 @@ class AveragedFile:
         return found
 
     def close(self) -> None:
-        """Do nothing: the caller closes the files."""
+        """Leave the files open: the caller closes them."""
 
 
 def _names_by_tensor(stored: Mapping[str, str]) -> dict[str, list[str]]:

@@ -125,7 +125,7 @@ def refuse_merged(module: nn.Module) -> None:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    merged = [path for path, _, one in walk_modules(module) if isinstance(one, BaseTunerLayer) and one.merged]
+    merged = [path for path, _, inner in walk_modules(module) if isinstance(inner, BaseTunerLayer) and inner.merged]
     if merged:
         raise SelectionError(
             f"{listing(merged, ', ')}: an adapter is merged into {len(merged)} layer(s); call unmerge_adapter() before "
@@ -156,7 +156,9 @@ def irreproducible(configs: Mapping[str, Any]) -> str:
         loftq = getattr(config, "loftq_config", None)
         is_long = isinstance(loftq, dict) and loftq.get("loftq_iter", 1) != 1
         changes = _changes_of_base(config)
-        wrong += [f"{name} ({one})" for one in changes if one.lower() not in _REPEATS or (one == "loftq" and is_long)]
+        wrong += [
+            f"{name} ({init})" for init in changes if init.lower() not in _REPEATS or (init == "loftq" and is_long)
+        ]
     return f"adapter {', '.join(wrong)}: its initialisation changed the base and cannot be repeated" if wrong else ""
 
 
@@ -194,7 +196,7 @@ def differences_of_base(
             problems[f"{dtype}, it was {base.dtype}"] = None
         outer = replace(record, base=replace(base, fingerprint=outside))
         if names := differing_tensors(left, outer, rank, is_remade=is_remade):
-            problems[f"{listing(names, ', ')}: {len(names)} of {len(outside)} sampled tensors are others"] = None
+            problems[f"{listing(names, ', ')}: {len(names)} of {len(outside)} sampled tensors differ"] = None
     return compared, list(problems)
 
 
@@ -207,19 +209,16 @@ def differing_tensors(
     """
     if record.base is None:
         return []
-    adapted, dtype = _adapted_paths(record), record.base.dtype
+    paths = [tensor.name.removeprefix(PREFIX).split(".") for tensor in record.tensors]
+    # All prefixes of the paths of the adapter's tensors; the adapted layers are among them.
+    adapted = {".".join(steps[:depth]) for steps in paths for depth in range(1, len(steps))}
+    dtype = record.base.dtype
 
     def is_same(name: str, values: Mapping[str, float]) -> bool:
         is_adapted = name.rpartition(".")[0] in adapted
         return name in here and _elements_agree(here[name], values, dtype, rank, is_adapted, is_remade)
 
     return [name for name, values in record.base.fingerprint.items() if not is_same(name, values)]
-
-
-def _adapted_paths(record: PartRecord) -> frozenset[str]:
-    """All prefixes, in the base, of the paths of the adapter's tensors; its layers are among them."""
-    steps = (tensor.name.removeprefix(PREFIX).split(".") for tensor in record.tensors)
-    return frozenset(".".join(one[:depth]) for one in steps for depth in range(1, len(one)))
 
 
 def is_floating(source: Source) -> bool:
@@ -250,7 +249,7 @@ def _elements_agree(
     if not is_floating(source) or any(index >= source.numel for index in indices):
         return False
     recorded = getattr(torch, dtype, torch.float32)
-    coarse = max((recorded, source.dtype), key=lambda one: torch.finfo(one).eps)
+    coarse = max((recorded, source.dtype), key=lambda kind: torch.finfo(kind).eps)
     limit = 0.0 if source.dtype == recorded and not is_adapted else _ULPS * torch.finfo(coarse).eps
     if is_adapted and is_remade:
         limit = max(limit, _REMADE_ULPS * torch.finfo(torch.float32).eps)

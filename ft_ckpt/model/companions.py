@@ -271,7 +271,7 @@ def _saved_config(model: Any, dtype: str) -> Any:
         for name in ("quantization_config", "_pre_quantization_dtype"):
             vars(config).pop(name, None)
     cast = dtype != str(model.dtype).removeprefix("torch.")
-    for part in _nested_configs(config):
+    for part in nested_configs(config):
         part._name_or_path = ""  # written for nested configs, and a path of this machine
         part.dtype = dtype if cast and part.dtype is not None else part.dtype
     config.dtype = dtype
@@ -279,12 +279,12 @@ def _saved_config(model: Any, dtype: str) -> Any:
     return config
 
 
-def _nested_configs(config: Any) -> Iterator[Any]:
+def nested_configs(config: Any) -> Iterator[Any]:
     for name in getattr(config, "sub_configs", ()):
         part = getattr(config, name, None)
         if hasattr(part, "sub_configs"):
             yield part
-            yield from _nested_configs(part)
+            yield from nested_configs(part)
 
 
 def is_quantised(model: nn.Module, config: Any) -> bool:

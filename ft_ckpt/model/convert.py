@@ -5,6 +5,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -48,7 +49,7 @@ from ft_ckpt.storage.place import Place, open_place, source_access
 from ft_ckpt.storage.proofs import prove_sources
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
 from ft_ckpt.storage.scratch import copy_object, replaced_object, scratch_folder, track_progress
-from ft_ckpt.storage.store import FREE, Access, Store, read_text
+from ft_ckpt.storage.store import FREE, Access, Store, Stored, read_text
 from ft_ckpt.storage.writer import Region, Writer, region_of
 
 ShardRule = tuple[str, str]  # (shell pattern of tensor names, shard for the names that match)
@@ -60,8 +61,7 @@ def read_shard_rules(source: str | Path | None) -> tuple[ShardRule, ...]:
     if source is None:
         return ()
     place = open_place(source)
-    text = read_text(place.store, place.name)
-    lines = [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    lines = _split_lines(read_text(place.store, place.name))
     wrong = [" ".join(line) for line in lines if len(line) != 2 or not _SHARD.fullmatch(line[1])]
     if wrong or not lines:
         raise ConfigError(
@@ -69,6 +69,11 @@ def read_shard_rules(source: str | Path | None) -> tuple[ShardRule, ...]:
             "'.', '_' and '-', in each line"
         )
     return tuple((line[0], line[1]) for line in lines)
+
+
+def _split_lines(text: str) -> list[list[str]]:
+    """The words of each line that is not empty or a comment (#)."""
+    return [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
 
 
 def assign_shards(specs: Sequence[Spec], rules: Sequence[ShardRule]) -> dict[str, list[Spec]]:
@@ -199,9 +204,9 @@ def _parse_map(path: Place) -> list[tuple[str, str]]:
             return [(str(old), str(new)) for old, new in json.loads(text, object_pairs_hook=list)]
         except ValueError as error:
             raise ConfigError(f"{path}: not JSON ({error}); expected old names and new ones") from error
-    lines = [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    if bad := [" ".join(line) for line in lines if len(line) != 2]:
-        raise ConfigError(f"{path}: {listing(bad)}: expected an old name and a new one in each line")
+    lines = _split_lines(text)
+    if wrong := [" ".join(line) for line in lines if len(line) != 2]:
+        raise ConfigError(f"{path}: {listing(wrong)}: expected an old name and a new one in each line")
     return [(line[0], line[1]) for line in lines]
 
 
@@ -261,12 +266,9 @@ class TranslatedFile:
     @property
     def casts(self) -> dict[str, int]:
         """ "float32->bfloat16": number of tensors, including casts by the file itself."""
-        found: dict[str, int] = dict(getattr(self.file, "casts", {}))
-        for name, spec in self.specs.items():
-            before = self.file.specs[self.old[name]].dtype
-            if before != spec.dtype:
-                found[f"{before}->{spec.dtype}"] = found.get(f"{before}->{spec.dtype}", 0) + 1
-        return found
+        dtypes = ((self.file.specs[self.old[name]].dtype, spec.dtype) for name, spec in self.specs.items())
+        own = Counter(f"{before}->{after}" for before, after in dtypes if before != after)
+        return dict(Counter(getattr(self.file, "casts", {})) + own)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Flat elements [start, stop) of the tensor with the new name `name`: 1-D, on the CPU, in its new type."""
@@ -280,7 +282,6 @@ class TranslatedFile:
         return cast
 
     def close(self) -> None:
-        """Let go of the file."""
         self.file.close()
 
 
@@ -295,11 +296,9 @@ class UntiedFile:
         self.metadata: dict[str, str] = dict(getattr(file, "metadata", {}))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of tensor `name`."""
         return self.file.read(self.old[name], start, stop)
 
     def close(self) -> None:
-        """Let go of the file."""
         self.file.close()
 
 
@@ -321,7 +320,7 @@ def read_slices(file: TensorFile, specs: list[Spec]) -> Iterator[tuple[Spec, Ten
 
 def check_copy(wanted: TensorFile, found: TensorFile, source: str) -> None:
     """Raise CorruptError naming every tensor of `found` that differs in any bit from `wanted`; slice by slice."""
-    wrong = copy_differences(wanted, found)
+    wrong = spec_differences(_all_specs(wanted), _all_specs(found))
     for name, spec in wanted.specs.items():
         if found.specs.get(name) != spec:
             continue
@@ -332,11 +331,6 @@ def check_copy(wanted: TensorFile, found: TensorFile, source: str) -> None:
         raise CorruptError(
             f"{source}: {listing(wrong)}: not what was to be written; nothing is kept. Is the disk sound?"
         )
-
-
-def copy_differences(wanted: TensorFile, found: TensorFile) -> list[str]:
-    """The differences in names, shapes and types, ties included."""
-    return spec_differences(_all_specs(wanted), _all_specs(found))
 
 
 def spec_differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
@@ -402,11 +396,11 @@ def _read_regions(file: TensorFile, layout: Layout) -> Iterator[Region]:
 
 def _prefetch_items(items: Iterable[Any]) -> Iterator[Any]:
     """`items`, with the next one made in a thread while one is in use, so that reading and writing overlap."""
-    feed, end = iter(items), object()
+    iterator, end = iter(items), object()
     with ThreadPoolExecutor(1, "ft_ckpt-read") as reader:
-        coming = reader.submit(next, feed, end)
+        coming = reader.submit(next, iterator, end)
         while (item := coming.result()) is not end:
-            coming = reader.submit(next, feed, end)
+            coming = reader.submit(next, iterator, end)
             yield item
 
 
@@ -428,15 +422,15 @@ def write_outputs(outputs: list[Output], store: Store, progress: bool) -> list[F
 
     Raises CorruptError where their sources are damaged checkpoints, before the last file is finished.
     """
-    total = sum(one.plan.layout.size_bytes for one in outputs)
+    total = sum(output.plan.layout.size_bytes for output in outputs)
 
-    def regions_of(one: Output) -> Iterator[Region]:
-        yield from track(one.regions())
-        if one is outputs[-1]:  # before the file is finished: in a bucket it becomes visible then
+    def regions_of(output: Output) -> Iterator[Region]:
+        yield from track(output.regions())
+        if output is outputs[-1]:  # before the file is finished: in a bucket it becomes visible then
             prove_sources()
 
     with Writer() as writer, track_progress(total, "converting", progress) as track:
-        return [write_file(one.plan, regions_of(one), store, writer) for one in outputs]
+        return [write_file(output.plan, regions_of(output), store, writer) for output in outputs]
 
 
 _ROOM_BYTES = 16 << 20  # reserved for sidecar files in the check of free space
@@ -599,47 +593,42 @@ class _ConvertedPart:
         groups: dict[str, list[str]] = {}
         for name, kept in self.file.ties.items():
             groups.setdefault(kept, [kept]).append(name)
+        ties = tuple(map(tuple, groups.values()))
         known = self.part.record
         if known is None:
-            return PartRecord(
-                "", self.part.path, self.part.kind, kind, "", tensors, tuple(map(tuple, groups.values())),
-                casts=self.file.casts,
-            )  # fmt: skip
+            return PartRecord("", self.part.path, self.part.kind, kind, "", tensors, ties, casts=self.file.casts)
         new = {old: name for name, old in self.file.old.items()}
-        return dataclasses.replace(
-            known,
-            format=kind,
-            tensors=tensors,
-            ties=tuple(map(tuple, groups.values())),
-            trainable=tuple(new[name] for name in known.trainable if name in new),
-            casts={**known.casts, **self.file.casts},
-        )
+        trainable = tuple(new[name] for name in known.trainable if name in new)
+        casts = {**known.casts, **self.file.casts}
+        return dataclasses.replace(known, format=kind, tensors=tensors, ties=ties, trainable=trainable, casts=casts)
 
 
 def _convert_to_folder(opened: TensorFile, source: Place, options: ConvertOptions) -> ConvertReport:
-    is_folder = isinstance(opened, folder.WeightsFolder)
-    parts = opened.parts if isinstance(opened, folder.WeightsFolder) else (folder.FolderPart("", "model", opened),)
+    parts: Sequence[folder.FolderPart] = (folder.FolderPart("", "model", opened),)
+    sidecars, left = list[Stored](), list[str]()
+    if isinstance(opened, folder.WeightsFolder):
+        parts, (sidecars, left) = opened.parts, opened.companions()
     plans = [_plan_converted(part, options) for part in parts]
-    outputs = [one for plan in plans for one in plan.outputs]
-    kept, left = opened.companions() if isinstance(opened, folder.WeightsFolder) else ([], [])
-    size = sum(one.plan.layout.size_bytes for one in outputs)
-    staging = _staging_with_room(options, size + sum(each.size_bytes for each in kept))
+    outputs = [output for plan in plans for output in plan.outputs]
+    size = sum(output.plan.layout.size_bytes for output in outputs)
+    staging = _staging_with_room(options, size + sum(each.size_bytes for each in sidecars))
     store = staging.store
     try:
-        _copy_companions(source.folder, [each.name for each in kept], store, options.dtype)
+        _copy_companions(source.folder, [each.name for each in sidecars], store, options.dtype)
         written = write_outputs(outputs, store, options.progress)
         for plan in plans:
             if plan.index is not None:
                 store.write(plan.index_path, plan.index.encode())
             if options.verify:
-                with closing(folder.join_weight_files(store, [one.plan.path for one in plan.outputs])) as found:
+                names = [output.plan.path for output in plan.outputs]
+                with closing(folder.join_weight_files(store, names)) as found:
                     check_copy(plan.file, found, options.target.last_step)
         written += link_second_names(options.format, written, store)
         parts_written = [plan.part_record(options.format.name) for plan in plans]
         staging.commit(_converted_manifest(opened, source, parts_written, _file_records(store, written), options))
     finally:
         staging.discard()
-    notes = (f"{listing(left, ', ')}: not taken along",) if is_folder and left else ()
+    notes = (f"{listing(left, ', ')}: not taken along",) if left else ()
     return _conversion_report(options, [plan.file for plan in plans], size, notes)
 
 
@@ -734,10 +723,7 @@ def _describe_part(part: PartRecord, source: Place) -> PartRecord:
 def _conversion_report(
     options: ConvertOptions, files: list[TranslatedFile], size: int, notes: tuple[str, ...]
 ) -> ConvertReport:
-    casts: dict[str, int] = {}
-    for file in files:
-        for key, count in file.casts.items():
-            casts[key] = casts.get(key, 0) + count
+    casts = dict(sum((Counter(file.casts) for file in files), Counter[str]()))
     beyond = sorted(name for file in files for name in file.overflown)
     if beyond:
         notes = (*notes, f"{listing(beyond, ', ')}: values beyond what {options.dtype} can hold have become infinite")

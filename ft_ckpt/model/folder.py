@@ -50,7 +50,6 @@ class JoinedFile:
             raise LoadError(f"{source}: {listing(twice, ', ')}: in several of its files; expected each tensor once")
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU."""
         file, inner = self.places[name]
         return file.read(inner, start, stop)
 
@@ -61,7 +60,6 @@ class JoinedFile:
         return None if ask is None else ask(inner)
 
     def close(self) -> None:
-        """Close every file."""
         for file in self.files:
             file.close()
 
@@ -97,9 +95,13 @@ class WeightsFolder(JoinedFile):
         state_folders = tuple(f"{part.path}/" for part in parts if part.kind == "state")
         kept: list[Stored] = []
         left: list[str] = []
-        there, weights = self.store.list(), self._weights()
-        versions = {each.version for each in there if each.name in weights}  # a dual file has two names
-        for each in there:
+        weights = set()
+        for part in self.parts:
+            names, index = weight_files(Place(self.store, part.path).folder, part.kind)
+            weights |= {f"{part.path}/{name}".lstrip("/") for name in (*names, *([index] if index else []))}
+        stored = self.store.list()
+        versions = {each.version for each in stored if each.name in weights}  # a dual file has two names
+        for each in stored:
             name = each.name
             hidden = any(step.startswith(".") for step in name.split("/"))
             if hidden or name == MANIFEST_NAME or each.version in versions:
@@ -114,13 +116,6 @@ class WeightsFolder(JoinedFile):
             else:
                 kept.append(each)
         return kept, left
-
-    def _weights(self) -> set[str]:
-        found = set()
-        for part in self.parts:
-            names, index = weight_files(Place(self.store, part.path).folder, part.kind)
-            found |= {f"{part.path}/{name}".lstrip("/") for name in (*names, *([index] if index else []))}
-        return found
 
 
 def open_folder(place: Place, origin: Place | None = None) -> TensorFile:

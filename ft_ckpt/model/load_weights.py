@@ -31,7 +31,8 @@ Weights = tuple[dict[str, Tensor], bool]  # tensors by name, and whether all are
 
 def read_tensors(store: Store, name: str) -> dict[str, Tensor]:
     """The tensors of a weight file by name, mapped if possible."""
-    return _file_tensors(_open_weight_file(store, name))
+    (file,) = open_weights(store, [name])
+    return _file_tensors(file)
 
 
 def weight_names(record: PartRecord) -> list[str]:
@@ -81,11 +82,7 @@ def _read_files(files: Iterable[IndexedFile], mapped: bool | str, device: torch.
 
 def open_weights(store: Store, names: Iterable[str]) -> list[IndexedFile]:
     """The open weight files. Raises CorruptError for one with a damaged table."""
-    return [_open_weight_file(store, name) for name in names]
-
-
-def _open_weight_file(store: Store, name: str) -> IndexedFile:
-    return checkpoint_format_of(name).open_file(store.open(name))
+    return [checkpoint_format_of(name).open_file(store.open(name)) for name in names]
 
 
 def _file_tensors(file: IndexedFile) -> dict[str, Tensor]:
@@ -211,16 +208,16 @@ def _compare_stored(
 ) -> _Comparison:
     """Compare stored names and shapes with the module's. Raises LoadError naming all differences, if `strict`."""
     tensors = ModelTensors(module)
-    own = tensors.sources(allow_meta=True)
-    live = {name: None if info.is_added else info.shape for name, info in own.items()}
+    sources = tensors.sources(allow_meta=True)
+    live = {name: None if info.is_added else info.shape for name, info in sources.items()}
     extra = extra_beside(store, record)
     live |= dict.fromkeys(tensors.names_added((*shapes, *extra)))
-    anew = made_by_class(tensors.chain[-1])
+    recomputed = made_by_class(tensors.chain[-1])
     reshaped = [name for name, shape in shapes.items() if live.get(name) is not None and live[name] != shape]
     report = LoadReport(
         store.url,
         record.path,
-        tuple(name for name in live if name not in shapes and name not in extra and name not in anew),
+        tuple(name for name in live if name not in shapes and name not in extra and name not in recomputed),
         tuple(name for name in (*shapes, *extra) if name not in live),
         tuple(f"{name}: {shapes[name]} in the file, {live[name]} in the model" for name in reshaped),
         len(record.tensors),
@@ -254,10 +251,10 @@ def _loads_plainly(module: nn.Module) -> bool:
 def _refuse_meta(found: _Comparison) -> None:
     """Raise LoadError naming tensors of the module on the meta device."""
     sources = found.tensors.sources(allow_meta=True)
-    empty = [name for name in found.fitting if name in sources and getattr(sources[name].live, "is_meta", False)]
-    if empty:
+    on_meta = [name for name in found.fitting if name in sources and getattr(sources[name].live, "is_meta", False)]
+    if on_meta:
         raise LoadError(
-            f"{listing(empty, ', ')}: on the meta device, and into= fills the memory that is there; call "
+            f"{listing(on_meta, ', ')}: on the meta device, and into= fills the memory that is there; call "
             "to_empty(device=...) first, or leave into= out"
         )
 
@@ -309,15 +306,13 @@ def share_again(manifest: Manifest, models: Mapping[str, nn.Module]) -> None:
 
 def summary_of(root: str | Path, part: str, reports: list[LoadReport], copied: bool) -> LoadReport:
     """One report of all parts of the checkpoint `root`; `copied`: parameters were copied from the mapped files."""
-    first = replace(reports[0], path=root, part=part)
-    for other in reports[1:]:
-        first = replace(
-            first,
-            missing=first.missing + other.missing,
-            unexpected=first.unexpected + other.unexpected,
-            reshaped=first.reshaped + other.reshaped,
-            tensors=first.tensors + other.tensors,
-            zero_copy=first.zero_copy and other.zero_copy,
-            notes=first.notes + other.notes,
-        )
-    return replace(first, zero_copy=first.zero_copy and not copied)
+    return LoadReport(
+        root,
+        part,
+        missing=tuple(name for report in reports for name in report.missing),
+        unexpected=tuple(name for report in reports for name in report.unexpected),
+        reshaped=tuple(name for report in reports for name in report.reshaped),
+        tensors=sum(report.tensors for report in reports),
+        zero_copy=all(report.zero_copy for report in reports) and not copied,
+        notes=tuple(note for report in reports for note in report.notes),
+    )

@@ -24,7 +24,7 @@ from ft_ckpt.distributed.wrappers import is_engine_attribute, unwrap, user_class
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.model.adapters import active_adapters, base_path, base_sources, base_view, has_adapters
 from ft_ckpt.model.base_model import refuse_merged
-from ft_ckpt.model.companions import is_quantised
+from ft_ckpt.model.companions import is_quantised, nested_configs
 from ft_ckpt.model.entries import Entry, Group, MergeChoice, Part
 from ft_ckpt.model.selection import View, model_part
 
@@ -53,7 +53,11 @@ def copy_layer(module: nn.Module, owned: Owned, made: dict[int, nn.Module] | Non
     for name, child in module._modules.items():
         twin._modules[name] = None if child is None else copy_layer(child, owned, made)
     for name in dict.fromkeys([*module._parameters, *(name for name in given if name not in module._buffers)]):
-        twin._parameters[name] = _as_parameter(given.get(name, module._parameters.get(name)))
+        tensor: Any = given.get(name, module._parameters.get(name))
+        is_placeholder = isinstance(tensor, nn.Parameter) and tensor.is_meta  # which keeps its identity
+        if tensor is not None and not is_placeholder:
+            tensor = nn.Parameter(_on_host(tensor), requires_grad=False)
+        twin._parameters[name] = tensor
     for name, buffer in module._buffers.items():
         twin._buffers[name] = given[name] if name in given else None if buffer is None else _on_host(buffer)
     return twin.eval()
@@ -73,15 +77,8 @@ def _copy_value(value: Any, owned: Owned, made: dict[int, nn.Module]) -> Any:
     return value
 
 
-def _as_parameter(tensor: Tensor | None) -> nn.Parameter | None:
-    if tensor is None or (isinstance(tensor, nn.Parameter) and tensor.is_meta):
-        return tensor  # a placeholder keeps its identity
-    return nn.Parameter(_on_host(tensor), requires_grad=False)
-
-
 def _on_host(tensor: Tensor) -> Tensor:
-    found = tensor.detach()
-    return found if found.device.type in ("cpu", "meta") else found.cpu()
+    return tensor.detach() if tensor.is_meta else tensor.detach().cpu()
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -114,7 +111,7 @@ def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> lis
     own: dict[int, dict[str, Source]] = {}
     for name, info in view.sources.items():
         path, _, last = name.rpartition(".")
-        if path in modules:  # not so for entries that hooks add to state dicts
+        if path in modules:  # unlike entries that hooks add to state dicts
             own.setdefault(id(modules[path]), {})[last] = info
     base, found = dict(base_sources(view)), []
     weights = dict(zip(names, choice.weights, strict=True)) if choice.weights else {}
@@ -125,9 +122,10 @@ def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> lis
             used, start = _Holders(own, others), base_path(view, path)
             twin = copy_layer(modules[path], used.of_module)
             here = {n.removeprefix(f"{start}."): info for n, info in base.items() if n.startswith(f"{start}.")}
-            if isinstance(twin, ModulesToSaveWrapper) and not weights:  # the replaced tensors are not needed
-                used.drop(here.values())
-            found.append(AdaptedLayer(path, start, twin, used.made, shares, here, tuple(used.sources.values())))
+            is_replaced = isinstance(twin, ModulesToSaveWrapper) and not weights  # so its base tensors are not needed
+            unused = {info.key for info in here.values()} if is_replaced else set()
+            needed = tuple(info for key, info in used.sources.items() if key not in unused)
+            found.append(AdaptedLayer(path, start, twin, used.made, shares, here, needed))
     return found
 
 
@@ -147,11 +145,6 @@ class _Holders:
                 self.sources.setdefault(info.key, info)
         return {name: self.made.setdefault(info.key, _holder_for(info)) for name, info in found.items()}
 
-    def drop(self, infos: Any) -> None:
-        """Mark these tensors as not needed."""
-        for info in infos:
-            self.sources.pop(info.key, None)
-
 
 def _holder_for(info: Source) -> Tensor:
     empty = torch.empty(info.shape, dtype=wide_dtype(info.dtype), device="meta")
@@ -167,7 +160,7 @@ def _outermost_layers(modules: Mapping[str, nn.Module]) -> Iterator[str]:
 
 
 def _nested_layers(layer: Any) -> list[Any]:
-    """A PEFT layer and the PEFT layers nested in it: one base layer may have several methods on it."""
+    """A PEFT layer and the PEFT layers nested in it, because several methods may adapt one base layer."""
     chain = [layer]
     while isinstance(inner := getattr(chain[-1], "base_layer", None), BaseTunerLayer):
         chain.append(inner)
@@ -177,9 +170,10 @@ def _nested_layers(layer: Any) -> list[Any]:
 def _adapters_on(layer: Any, names: Sequence[str] | None) -> list[str]:
     """The adapters in `names` that are on the layer; with None the active ones."""
     found: dict[str, None] = {}
-    for one in _nested_layers(layer):
-        there = one._get_available_adapters()
-        found |= dict.fromkeys(name for name in (one.active_adapters if names is None else names) if name in there)
+    for tuner in _nested_layers(layer):
+        on_layer = tuner._get_available_adapters()
+        chosen = tuner.active_adapters if names is None else names
+        found |= dict.fromkeys(name for name in chosen if name in on_layer)
     return list(found)
 
 
@@ -217,14 +211,14 @@ def _why_not(config: Any) -> str | None:
 
 
 def _why_layer_not(layer: AdaptedLayer) -> str | None:
-    for one in _nested_layers(layer.twin):
-        if one.disable_adapters:
+    for tuner in _nested_layers(layer.twin):
+        if tuner.disable_adapters:
             return "its adapters are switched off (call enable_adapter_layers())"
-        if isinstance(one, BaseTunerLayer) and type(one).merge is BaseTunerLayer.merge:
-            return f"PEFT has no merge for {type(one).__module__.split('.')[-2]} ({type(one).__name__})"
+        if isinstance(tuner, BaseTunerLayer) and type(tuner).merge is BaseTunerLayer.merge:
+            return f"PEFT has no merge for {type(tuner).__module__.split('.')[-2]} ({type(tuner).__name__})"
     if isinstance(layer.twin, AuxiliaryTrainingWrapper) and len(layer.shares) > 1 and None in layer.shares.values():
         names = ", ".join(layer.shares)
-        return f"trained by several adapters ({names}), of which one alone can replace it; give each a weight"
+        return f"trained by several adapters ({names}), of which only one can replace it; give each a weight"
     try:
         made = merge_layer(layer, {})
     except Exception as error:  # noqa: BLE001 - a refusal by PEFT, or an error of torch on the meta device
@@ -354,7 +348,7 @@ def _plan_base(base: View, layers: Sequence[AdaptedLayer]) -> _BasePlan:
     tied: dict[int, list[str]] = {}
     for name, info in base.sources.items():
         tied.setdefault(info.key, []).append(name)
-    for names in (some for some in tied.values() if any(name in places for name in some)):
+    for names in (group for group in tied.values() if any(name in places for name in group)):
         kinds = {_kind_of_merge(places.get(name)) for name in names}
         shared = next(_new_keys) if len(kinds) == 1 and None not in kinds else None
         for name in names:
@@ -365,13 +359,13 @@ def _plan_base(base: View, layers: Sequence[AdaptedLayer]) -> _BasePlan:
             else:
                 plan.moved[key] = base.sources[name]
         split += [] if shared is not None or len(names) == 1 else [names]
-    notes = tuple(f"{', '.join(names)}: tied, merged otherwise in each place, stored once each" for names in split)
+    notes = tuple(f"{', '.join(names)}: tied, merged differently in each place, stored once each" for names in split)
     module = _untied_model(base.module) if split else base.module
     return replace(plan, view=View(module, sources, base.extra), notes=notes)
 
 
 def _kind_of_merge(place: tuple[AdaptedLayer, str] | None) -> Any:
-    """A value that is equal for tied tensors which stay equal when merged; None if that is not known."""
+    """A value that is equal for tied tensors that stay equal when merged; None if that is unknown."""
     if place is None or not isinstance(place[0].twin, (AuxiliaryTrainingWrapper, TrainableTokensLayer)):
         return place and (id(place[0]), place[1])
     layer, name = place
@@ -382,17 +376,10 @@ def _untied_model(module: Any) -> Any:
     """The model with a config that ties no embeddings; the live model keeps its config."""
     untied: Any = object.__new__(user_class(type(module)))
     untied.__dict__ = {**vars(module), "config": copy.deepcopy(module.config)}
-    for config in _all_configs(untied.config):
+    for config in (untied.config, *nested_configs(untied.config)):
         if getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False
     return untied
-
-
-def _all_configs(config: Any) -> Iterator[Any]:
-    yield config
-    for name in getattr(config, "sub_configs", ()):
-        if (inner := getattr(config, name, None)) is not None:
-            yield from _all_configs(inner)
 
 
 def _merged_entries(entries: Sequence[Entry], plan: _BasePlan) -> tuple[Entry, ...]:
@@ -401,24 +388,24 @@ def _merged_entries(entries: Sequence[Entry], plan: _BasePlan) -> tuple[Entry, .
     for entry in entries:
         if (unit := _unit_of(entry, plan)) is not None:
             units.setdefault(unit, []).append(entry)
-    groups = {unit: _merging_group(some, plan) for unit, some in units.items()}
-    return tuple(_with_group(entry, plan, groups.get(_unit_of(entry, plan))) for entry in entries)
+    groups = {unit: _merging_group(of_unit, plan) for unit, of_unit in units.items()}
+    merged = []
+    for entry in entries:
+        if (group := groups.get(_unit_of(entry, plan))) is not None:
+            merged.append(entry._replace(source=None, group=group))
+        elif entry.source is not None and entry.source.key in plan.moved:
+            merged.append(entry._replace(source=plan.moved[entry.source.key]))
+        else:
+            merged.append(entry)
+    return tuple(merged)
 
 
 def _unit_of(entry: Entry, plan: _BasePlan) -> Any:
     """The conversion or layer that computes the entry; None for a stored tensor."""
     if entry.group is not None:
-        is_touched = any(source.key in plan.made or source.key in plan.moved for source in entry.group.sources)
-        return entry.group if is_touched else None
+        is_changed = any(source.key in plan.made or source.key in plan.moved for source in entry.group.sources)
+        return entry.group if is_changed else None
     return plan.made[entry.source.key][0] if entry.source is not None and entry.source.key in plan.made else None
-
-
-def _with_group(entry: Entry, plan: _BasePlan, group: Group | None) -> Entry:
-    if group is not None:
-        return entry._replace(source=None, group=group)
-    if entry.source is not None and entry.source.key in plan.moved:
-        return entry._replace(source=plan.moved[entry.source.key])
-    return entry
 
 
 def _merging_group(entries: Sequence[Entry], plan: _BasePlan) -> Group:

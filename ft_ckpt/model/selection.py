@@ -72,11 +72,11 @@ def _with_raw_below(source: Source, depth: int) -> Source:
     """The source with the raw name it has in the unwrapped submodule that is `depth` attributes down."""
     if not depth and source.raw_name == source.name:
         return source
-    steps, left = source.raw_name.split("."), source.name.split(".")[depth:]
-    own = source.name.split(".")[:depth]
-    while own or steps[0] != left[0]:
-        step = steps.pop(0)
-        own = own[1:] if own and step == own[0] else own
+    steps, names = source.raw_name.split("."), source.name.split(".")
+    above, below = names[:depth], names[depth:]
+    while above or steps[0] != below[0]:
+        if steps.pop(0) == next(iter(above), None):
+            above.pop(0)
     raw = ".".join(steps)
     return source if raw == source.raw_name else replace(source, raw_name=raw)
 
@@ -89,26 +89,27 @@ def model_part(part: View, name: str, path: str, dtype: str) -> Part:
     if hugging_face:
         entries = converted_entries(part.module, kept)
     else:
-        entries = [unchanged_entry(stored, source) for stored, source in kept.items()]
+        entries = [unchanged_entry(own_name, source) for own_name, source in kept.items()]
     kind = "model" if hugging_face else "module"
     doubtful = tuple(diverged_ties(part)) if hugging_face else ()
     made = cast_entries(entries, part.module, dtype)
     taken = {source.key for source in kept.values()}
     passed = tuple(source for source in part.sources.values() if source.key not in taken)
     extra = dump_object(dict(part.extra), name or type(part.module).__name__) if part.extra else None
-    where = Part(name, path, kind, part.module, made, ties=ties, doubtful=doubtful, notes=notes)
-    notes += _rounded_by_others(where) if hugging_face else ()
-    return replace(where, passed=passed, extra=extra, notes=notes)
+    stored = Part(name, path, kind, part.module, made, ties=ties, doubtful=doubtful, notes=notes)
+    notes += _rounded_by_others(stored) if hugging_face else ()
+    return replace(stored, passed=passed, extra=extra, notes=notes)
 
 
 def _rounded_by_others(part: Part) -> tuple[str, ...]:
     """A note on tensors that plain `from_pretrained` rounds, because it makes a model in the one type of the config."""
     main = dtype_of(main_dtype(part))
     kept = kept_in_float32(part.module, main)
-    wide = [one.name for one in part.entries if one.dtype.is_floating_point and one.dtype.itemsize > main.itemsize]
+    floats = [entry for entry in part.entries if entry.dtype.is_floating_point]
+    wide = [entry.name for entry in floats if entry.dtype.itemsize > main.itemsize]
     rounded = [name for name in wide if not set(kept).intersection(name.split("."))]
-    says = f"in more than the config's {dtype_name(main)}, to which plain from_pretrained rounds; load_model does not"
-    return (f"{listing(rounded, ', ')}: {says}",) if rounded else ()
+    note = f"in more than the config's {dtype_name(main)}, to which plain from_pretrained rounds; load_model does not"
+    return (f"{listing(rounded, ', ')}: {note}",) if rounded else ()
 
 
 def is_pretrained(module: nn.Module) -> bool:
@@ -157,7 +158,7 @@ def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
 
 def _is_stacked(module: nn.Module) -> bool:
     """Whether it is a PeftMixedModel, or contains a PeftModel."""
-    inner = {cls.__name__ for one in module.modules() if one is not module for cls in type(one).__mro__}
+    inner = {cls.__name__ for child in module.modules() if child is not module for cls in type(child).__mro__}
     return "PeftModel" in inner or any(cls.__name__ == "PeftMixedModel" for cls in type(module).__mro__)
 
 

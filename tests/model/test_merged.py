@@ -103,7 +103,7 @@ def test_an_adapted_embedding_is_untied_from_the_head(architecture, tmp_path):
     torch.testing.assert_close(outputs(again, kind), live, rtol=1e-4, atol=1e-4)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
     assert model.get_base_model().config.tie_word_embeddings
-    assert any("tied, merged otherwise in each place" in note for note in report.notes)
+    assert any("tied, merged differently in each place" in note for note in report.notes)
     head = stored(tmp_path / "out")["lm_head.weight"]
     assert torch.equal(head, model.get_base_model().lm_head.weight)
 
