@@ -25,7 +25,7 @@ from ft_ckpt.distributed.sharding import (
     Sharding,
     cutting_of,
 )
-from ft_ckpt.distributed.wrapper import PendingGradient, TensorLayout, Wrapper, shaped_as_box
+from ft_ckpt.distributed.wrapper import TensorLayout, Wrapper, layout_like, shaped_as_box
 from ft_ckpt.errors import listing
 from ft_ckpt.messages import warn
 
@@ -147,8 +147,7 @@ class FSDP2Wrapper(Wrapper):
     def layout_of(self, tensor: Any) -> TensorLayout:
         shape, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements)
         engine, sharding = _sharding_of_layout(shape, mesh, placements, is_subset_of_ranks(mesh.size()))
-        is_parameter = isinstance(tensor, nn.Parameter)
-        return TensorLayout(shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, engine, sharding)
+        return layout_like(tensor, shape, engine, sharding)
 
     def local_part(self, tensor: Any) -> Tensor | None:
         with torch.no_grad():  # or torch would record a step of autograd
@@ -174,12 +173,12 @@ class FSDP2Wrapper(Wrapper):
     def user_class(self, cls: type) -> type:
         return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
 
-    def pending_gradients(self, modules: Sequence[nn.Module]) -> Mapping[str, PendingGradient]:
+    def pending_gradients(self, modules: Sequence[nn.Module]) -> Mapping[str, "PendingGradient"]:
         records = {id(each.sharded_param): each for group in _parameter_groups(modules) for each in group.fsdp_params}
         if not records:
             return {}
         names = {id(parameter): name for name, parameter in modules[0].named_parameters()}
-        return {names[key]: _UnreducedGradient(record) for key, record in records.items() if key in names}
+        return {names[key]: PendingGradient(record) for key, record in records.items() if key in names}
 
 
 def _fsdp_modules(modules: Sequence[nn.Module]) -> list[FSDPModule]:
@@ -222,7 +221,7 @@ def _is_current(record: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _UnreducedGradient:
+class PendingGradient:
     """The gradient of a whole parameter that FSDP2 has not yet reduced over the ranks."""
 
     record: Any  # FSDP2's, of the parameter

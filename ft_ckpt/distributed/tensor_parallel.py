@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ft_ckpt.distributed.ranks import global_rank, group_members, is_subset_of_ranks
 from ft_ckpt.distributed.sharding import Mesh, MeshSharding, OpaqueSharding, Sharding
 from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.wrapper import TensorLayout, Wrapper, shaped_as_box
+from ft_ckpt.distributed.wrapper import TensorLayout, Wrapper, layout_like, shaped_as_box
 
 _MARK, _FACTS = "tensor_model_parallel", "ds_autotp_universal_checkpoint_meta"
 _TP_WAY_OUT = "save with the engine's own means, or cut the model with transformers' DistributedConfig(tp_size=...)"
@@ -42,8 +42,7 @@ class AutoTPTensors(Wrapper):
         sharding = _sharding_of(tensor)
         facts = getattr(tensor, _FACTS, None) or {}
         shape = tuple(tensor.shape) if sharding.is_opaque else tuple(facts["original_shape"])
-        is_parameter = isinstance(tensor, nn.Parameter)
-        return TensorLayout(shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, "tensor parallel", sharding)
+        return layout_like(tensor, shape, "tensor parallel", sharding)
 
     def local_part(self, tensor: Any) -> Tensor | None:
         return shaped_as_box(tensor.detach(), _sharding_of(tensor))

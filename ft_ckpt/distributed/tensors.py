@@ -30,12 +30,13 @@ class ModelTensors:
     def __init__(self, model: nn.Module) -> None:
         """List the modules of `model`, after engines have resharded them as for a state dict."""
         self.chain = wrappers.wrapper_chain(model)  # the model as it is given, each wrapped module, the user's own last
-        self.modules, children = wrappers.list_modules(self.chain[-1])
+        walked = [*wrappers.walk_modules(self.chain[-1])]
+        self.modules = [module for _, _, module in walked]
         everything = [*self.chain[:-1], *self.modules]
         wrappers.reshard_modules(everything)
         stand_ins, self._broadcast = wrappers.tensors_of_modules(everything), wrappers.broadcast_buffers(model)
         self._places: list[tuple[str, str, Any]] = []  # canonical name, raw name, tensor; ties included
-        for (path, raw), module in zip(wrappers.name_modules(self.modules, children), self.modules, strict=True):
+        for path, raw, module in walked:
             for own, tensor in _own_tensors(module, stand_ins.get(id(module), {})).items():
                 name = f"{path}.{own}" if path else own
                 self._places.append((name, name if raw == path else f"{raw}.{own}" if raw else own, tensor))
@@ -116,7 +117,7 @@ def _source(name: str, raw: str, tensor: Any, layout: TensorLayout) -> Source:
 
 
 def _laid_out(places: Sequence[tuple[str, str, Any]]) -> dict[str, Source]:
-    layouts = wrappers.layouts_of(wrappers.by_engine(tensor for _, _, tensor in places))
+    layouts = wrappers.layouts_of(tensor for _, _, tensor in places)
     return {place[0]: _source(*place, layout) for place, layout in zip(places, layouts, strict=True)}
 
 
@@ -133,7 +134,7 @@ def _refuse_sparse(found: Mapping[str, Source]) -> None:
 
 def _without_data(found: Mapping[str, Source]) -> list[str]:
     """The names of tensors with elements that no rank has."""
-    have = wrappers.have_data(wrappers.by_engine(source.live for source in found.values()))
+    have = wrappers.have_data(source.live for source in found.values())
     return [name for (name, source), has in zip(found.items(), have, strict=True) if _is_lost(source, has)]
 
 

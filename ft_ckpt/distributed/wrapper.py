@@ -6,7 +6,7 @@ A new kind is a subclass in its own module, which overrides the differences, and
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,22 +26,16 @@ class TensorLayout(NamedTuple):
     sharding: Sharding
 
 
+def layout_like(tensor: Any, shape: tuple[int, ...], engine: str, sharding: Sharding) -> TensorLayout:
+    """The layout of a tensor with torch's attributes and another full `shape`."""
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return TensorLayout(shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, engine, sharding)
+
+
 def shaped_as_box(local: Tensor, sharding: Sharding) -> Tensor:
     """This rank's part of a tensor in the shape of its box, where the view splits a dimension of the tensor."""
     boxes = sharding.local_boxes(global_rank())
     return local if not boxes or tuple(local.shape) == boxes[0].sizes else local.view(boxes[0].sizes)
-
-
-class PendingGradient(Protocol):
-    """A gradient that an engine keeps outside of `.grad` until the step is complete."""
-
-    def read(self) -> Tensor | None:
-        """The gradient accumulated so far, or None."""
-        ...
-
-    def write(self, gradient: Tensor | None) -> None:
-        """Replace or clear the gradient."""
-        ...
 
 
 class Wrapper:
@@ -131,8 +125,11 @@ class Wrapper:
         """The user's class of a module whose class the engine has replaced."""
         return cls
 
-    def pending_gradients(self, modules: Sequence[nn.Module]) -> Mapping[str, PendingGradient]:
-        """Gradients that the engine keeps, by raw parameter name; `modules` are a model and all its submodules."""
+    def pending_gradients(self, modules: Sequence[nn.Module]) -> Mapping[str, Any]:
+        """Gradients that the engine keeps outside of `.grad` until the step is complete, by raw parameter name.
+
+        Each has `read()` and `write(gradient)`, with None for no gradient. `modules` are a model and all submodules.
+        """
         return {}
 
     def drop_gradients(self, module: nn.Module) -> None:
@@ -150,9 +147,8 @@ class PlainTensors(Wrapper):
         return True
 
     def layout_of(self, tensor: Any) -> TensorLayout:
-        shape, is_parameter = tuple(tensor.shape), isinstance(tensor, nn.Parameter)
-        sharding = ReplicatedSharding(shape)
-        return TensorLayout(shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, "plain", sharding)
+        shape = tuple(tensor.shape)
+        return layout_like(tensor, shape, "plain", ReplicatedSharding(shape))
 
     def local_part(self, tensor: Any) -> Tensor | None:
         return tensor.detach()  # type: ignore[no-any-return]  # a Tensor

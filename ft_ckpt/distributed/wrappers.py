@@ -10,14 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.fsdp import FSDP1Wrapper, FSDP2Wrapper
+from ft_ckpt.distributed.fsdp import FSDP1Wrapper, FSDP2Wrapper, PendingGradient
 from ft_ckpt.distributed.sharding import Sharding
 from ft_ckpt.distributed.tensor_parallel import AutoTPTensors, SpreadExperts
 from ft_ckpt.distributed.wrapper import (
     CheckpointedActivations,
     CompiledWrapper,
     DataParallelWrapper,
-    PendingGradient,
     PlainTensors,
     StandInTensors,
     TensorLayout,
@@ -69,39 +68,18 @@ def walk_modules(root: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
 
     The canonical name is without the parts that wrappers put in.
     """
-    modules, children = list_modules(root)
-    for (name, raw), module in zip(name_modules(modules, children), modules, strict=True):
-        yield name, raw, module
-
-
-def list_modules(root: nn.Module) -> tuple[list[nn.Module], list[tuple[str, ...]]]:
-    """The modules of `walk_modules` without names, and the child names of each. Fast, because training waits for it."""
-    modules: list[nn.Module] = []
-    children: list[tuple[str, ...]] = []
-    waiting = [root]
+    waiting = [("", "", root)]
     while waiting:
-        module = waiting.pop()
-        modules.append(module)
-        below: Any = module._modules
-        if not below:
-            children.append(())
-            continue
-        if None in below.values():
-            below = {name: child for name, child in below.items() if child is not None}
-        children.append((*below,))
-        waiting += reversed(below.values())
-    return modules, children
-
-
-def name_modules(modules: Iterable[nn.Module], children: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, str]]:
-    """(canonical name, raw name) for each module of `list_modules`."""
-    waiting = [("", "")]
-    for module, below in zip(modules, children, strict=True):
-        name, raw = waiting.pop()
-        yield name, raw
-        if below:
+        name, raw, module = waiting.pop()
+        yield name, raw, module
+        children = module._modules
+        if children:
             inner, above, raw_above = wrapped_key(module), f"{name}." if name else "", f"{raw}." if raw else ""
-            waiting += [(name if key == inner else above + key, raw_above + key) for key in reversed(below)]
+            waiting += [
+                (name if key == inner else above + key, raw_above + key, child)
+                for key, child in reversed(children.items())
+                if child is not None
+            ]
 
 
 def keeps_weights(module: nn.Module) -> bool:
@@ -174,14 +152,14 @@ def by_engine(tensors: Iterable[Any]) -> list[tuple[Wrapper, list[Any]]]:
     return [(wrapper, [*run]) for wrapper, run in groupby(tensors, _engine_of)]
 
 
-def layouts_of(described: Iterable[tuple[Wrapper, list[Any]]]) -> list[TensorLayout]:
-    """The `layout_of` each tensor of `by_engine`; equal layouts are computed once."""
-    return [layout for wrapper, tensors in described for layout in wrapper.layouts_of(tensors)]
+def layouts_of(tensors: Iterable[Any]) -> list[TensorLayout]:
+    """The `layout_of` each tensor; equal layouts are computed once."""
+    return [layout for wrapper, run in by_engine(tensors) for layout in wrapper.layouts_of(run)]
 
 
-def have_data(described: Iterable[tuple[Wrapper, list[Any]]]) -> list[bool]:
-    """For each tensor of `by_engine`, whether this rank's elements, if any, exist in memory."""
-    return [has for wrapper, tensors in described for has in map(wrapper.has_data, tensors)]
+def have_data(tensors: Iterable[Any]) -> list[bool]:
+    """For each tensor, whether this rank's elements, if any, exist in memory."""
+    return [has for wrapper, run in by_engine(tensors) for has in map(wrapper.has_data, run)]
 
 
 def local_part(tensor: Any) -> Tensor | None:
@@ -232,7 +210,7 @@ def hiding_gradients(model: nn.Module) -> list[str]:
 
 def kept_gradients(root: nn.Module) -> dict[str, PendingGradient]:
     """Gradients that engines keep until a step is complete, by raw parameter name."""
-    modules, _ = list_modules(root)
+    modules = [module for _, _, module in walk_modules(root)]
     return {name: found for wrapper in WRAPPERS for name, found in wrapper.pending_gradients(modules).items()}
 
 

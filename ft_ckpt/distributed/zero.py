@@ -16,7 +16,7 @@ from ft_ckpt.distributed.ranks import column_groups, global_rank, is_subset_of_r
 from ft_ckpt.distributed.sharding import FlatSharding, MeshSharding, OwnedSharding, PartRunsSharding, Sharding
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.tensor_parallel import holders_of_expert
-from ft_ckpt.distributed.wrapper import TensorLayout, Wrapper
+from ft_ckpt.distributed.wrapper import TensorLayout, Wrapper, layout_like
 from ft_ckpt.errors import SelectionError, listing
 
 _Owners = Mapping[int, Sequence[Source]]  # by the id of this rank's parameter, stand-ins for other experts included
@@ -52,10 +52,7 @@ class DeepSpeedWrapper(Wrapper):
         return hasattr(tensor, "ds_shape")  # of stage 3; stages 1 and 2 leave ordinary parameters
 
     def layout_of(self, tensor: Any) -> TensorLayout:
-        shape, is_parameter = tuple(tensor.ds_shape), isinstance(tensor, nn.Parameter)
-        return TensorLayout(
-            shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, "zero3", _zero3_sharding(tensor)
-        )
+        return layout_like(tensor, tuple(tensor.ds_shape), "zero3", _zero3_sharding(tensor))
 
     def local_part(self, tensor: Any) -> Tensor | None:
         sharding = _zero3_sharding(tensor)  # without the padding

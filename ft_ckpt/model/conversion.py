@@ -58,16 +58,13 @@ def _conversion_groups(
 ) -> dict[str, Group]:
     """Stored name -> the group that computes it; one group for all if layers do not convert independently."""
 
-    def make_group(names: list[str]) -> tuple[Group, dict[str, Tensor]]:
+    def make_group(names: list[str]) -> Group:
         chosen = {left[name].name: name for name in names}
 
         def convert_layer(full: dict[str, Tensor]) -> dict[str, Tensor]:
             return revert(module, {chosen[name]: tensor for name, tensor in full.items()})
 
-        sources = tuple(left[name] for name in names)
-        return Group(sources, convert_layer), convert_layer(
-            {s.name: torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources}
-        )
+        return Group(tuple(left[name] for name in names), convert_layer)
 
     layers: dict[str, list[str]] = {}
     for name in left:
@@ -75,8 +72,9 @@ def _conversion_groups(
     for split in (list(layers.values()), [list(left)]):
         result: dict[str, Group] = {}
         for names in split:
-            one, outputs = make_group(names)
-            result.update({name: one for name in outputs if made.get(name, None) is not None})
+            group = make_group(names)
+            empty = {s.name: torch.empty(s.shape, dtype=s.dtype, device="meta") for s in group.sources}
+            result |= {name: group for name in group.convert(empty) if name in made}
         if set(result) == set(made):
             return result
     raise SelectionError(

@@ -1,6 +1,7 @@
 """The plan of stored tensors: parts (loadable folders) and their entries; the choice of adapters to merge."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -81,22 +82,17 @@ def shared_between(parts: Iterable[Part]) -> tuple[tuple[str, ...], ...]:
 
 def lossy_casts(part: Part) -> dict[str, int]:
     """Casts of the part that change a dtype, as {"float32->bfloat16": number of tensors}."""
-    counts: dict[str, int] = {}
-    for entry in part.entries:
-        if entry.dtype != entry.memory_dtype:
-            key = f"{dtype_name(entry.memory_dtype)}->{dtype_name(entry.dtype)}"
-            counts[key] = counts.get(key, 0) + 1
-    return counts
+    pairs = ((entry.memory_dtype, entry.dtype) for entry in part.entries if entry.dtype != entry.memory_dtype)
+    return dict(Counter(f"{dtype_name(before)}->{dtype_name(after)}" for before, after in pairs))
 
 
 def main_dtype(part: Part) -> str:
     """The dtype of most elements of the part in the file, for its config."""
-    weight: dict[str, int] = {}
+    elements: Counter[str] = Counter()
     for entry in part.entries:
         if entry.dtype.is_floating_point:
-            size = max(1, torch.Size(entry.shape).numel())
-            weight[dtype_name(entry.dtype)] = weight.get(dtype_name(entry.dtype), 0) + size
-    return max(weight, key=lambda name: weight[name]) if weight else "float32"
+            elements[dtype_name(entry.dtype)] += max(1, torch.Size(entry.shape).numel())
+    return elements.most_common(1)[0][0] if elements else "float32"
 
 
 Merged = bool | str | Iterable[str] | Mapping[str, float]

@@ -12,14 +12,14 @@ outlives the file object (a parameter set by `load_state_dict(assign=True)`, a v
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import PLAIN
+from ft_ckpt.formats.tensor_file import IndexedFile
 
 _GETTERS = (
     "shape", "dtype", "device", "ndim", "layout", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_sparse_csr",
@@ -37,24 +37,12 @@ _ABOUT: set[Any] = (  # functions that need no values
 )
 
 
-class LazySource(TensorFile, Protocol):
-    """A file that lazy tensors can read from."""
-
-    def maps(self, name: str) -> bool:
-        """Whether the tensor is mapped, so that a part of it costs no less than all of it."""
-        ...
-
-    def check(self) -> None:
-        """Raise CorruptError when the file was truncated or written to since it was opened."""
-        ...
-
-
 class _Held:
     """One stored tensor with its values while they are loaded, shared by all lazy tensors made from it."""
 
     __slots__ = ("dtype", "file", "name", "shape", "values")
 
-    def __init__(self, file: LazySource, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, file: IndexedFile, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.file, self.name, self.shape, self.dtype = file, name, shape, dtype
         self.values: torch.Tensor | None = None
 
@@ -197,7 +185,7 @@ def _make_lazy(held: _Held) -> LazyTensor:
     return lazy
 
 
-def lazy_tensor(file: LazySource, name: str, shape: Sequence[int], dtype: str) -> LazyTensor:
+def lazy_tensor(file: IndexedFile, name: str, shape: Sequence[int], dtype: str) -> LazyTensor:
     """The tensor `name` of `file`; `dtype` is torch's name. Raises CorruptError for an impossible shape or dtype."""
     try:
         return _make_lazy(_Held(file, name, shape, getattr(torch, dtype)))

@@ -182,29 +182,28 @@ def _owner_folder(record: PartRecord) -> str:
 
 
 def _load_group(held: OpenCheckpoint, records: list[PartRecord], options: _LoadOptions) -> tuple[nn.Module, LoadReport]:
-    whole = [record for record in records if record.kind != "adapter"]
+    whole = next((record for record in records if record.kind != "adapter"), None)
     adapters = [record for record in records if record.kind == "adapter"]
-    if whole and whole[0].kind == "module":
-        return _load_plain(held, whole[0], options)
-    if not adapters:
-        return _load_pretrained(held, whole[0], options)
-    if whole:
-        model, report = _load_pretrained(held, whole[0], options)
+    report = LoadReport(held.store.url, "")
+    if whole is None:
+        model = options.into
+        if model is None:
+            model = base_of(adapters[0], options.base, options.trust_remote_code, verify=options.verify)
+    elif options.into is not None:
+        model, report = options.into, _copy_into(options.into, held, whole, options)
     else:
-        trusted, report = options.trust_remote_code, LoadReport(held.store.url, "")
-        model = (
-            base_of(adapters[0], options.base, trusted, verify=options.verify) if options.into is None else options.into
-        )
-    check_base, beside = options.check_base and not whole, bool(whole)
-    model, notes = attach_adapters(model, held, adapters, check_base=check_base, beside=beside)
+        load = _load_plain if whole.kind == "module" else _load_pretrained
+        model, report = load(held, whole, options)
+    if not adapters or (whole is not None and whole.kind == "module"):
+        return model, report
+    check_base = options.check_base and whole is None
+    model, notes = attach_adapters(model, held, adapters, check_base=check_base, beside=whole is not None)
     count = report.tensors + sum(len(record.tensors) for record in adapters)
     return model, LoadReport(held.store.url, "", (), (), (), count, report.zero_copy, notes)
 
 
 def _load_plain(held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> tuple[nn.Module, LoadReport]:
     store = held.store
-    if options.into is not None:
-        return options.into, _copy_tensors(options.into, record, store, options)
     with fetching_weights(store, weight_names(record), options.mapped, options.device) as tensors:
         described = json.loads(read_text(store, beside_weights(record, MODULE_NAME)))
         module = build_module(described, options.classes).eval()
@@ -214,10 +213,6 @@ def _load_plain(held: OpenCheckpoint, record: PartRecord, options: _LoadOptions)
 
 def _load_pretrained(held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> tuple[nn.Module, LoadReport]:
     store = held.store
-    if options.into is not None and is_converted(options.into):
-        return options.into, _copy_converted(options.into, held, record, options)
-    if options.into is not None:
-        return options.into, _copy_tensors(options.into, record, store, options)
     config, cls = checked_config(store, record), model_class(record.class_name)
     with limit_parameters(most_parameters(record), "config.json"):
         # Quantised models and models with code of their own are made by transformers.
@@ -286,15 +281,13 @@ def _by_transformers(cls: Any, held: OpenCheckpoint, record: PartRecord, options
     return model, info
 
 
-def _copy_converted(into: nn.Module, held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> LoadReport:
-    """Copy the values of a model that transformers converts while it loads; both models are in memory."""
-    loaded, report = _load_pretrained(held, record, replace(options, into=None, device=None))
-    values = MemoryFile({name: value for name, value in loaded.state_dict().items() if isinstance(value, torch.Tensor)})
-    filled = fill_module(into, replace(record, ties=()), [values], held.store, options.strict)
-    return replace(filled, notes=(*filled.notes, *report.notes))
-
-
-def _copy_tensors(into: nn.Module, record: PartRecord, store: Store, options: _LoadOptions) -> LoadReport:
+def _copy_into(into: nn.Module, held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> LoadReport:
+    """Overwrite the tensors of `into`. A model that transformers converts is loaded beside it first."""
+    if record.kind == "model" and is_converted(into):
+        loaded, report = _load_pretrained(held, record, replace(options, into=None, device=None))
+        tensors = {name: value for name, value in loaded.state_dict().items() if isinstance(value, torch.Tensor)}
+        filled = fill_module(into, replace(record, ties=()), [MemoryFile(tensors)], held.store, options.strict)
+        return replace(filled, notes=(*filled.notes, *report.notes))
     with ExitStack() as stack:
-        files = [stack.enter_context(closing(file)) for file in open_weights(store, weight_names(record))]
-        return fill_module(into, record, files, store, options.strict)
+        files = [stack.enter_context(closing(file)) for file in open_weights(held.store, weight_names(record))]
+        return fill_module(into, record, files, held.store, options.strict)

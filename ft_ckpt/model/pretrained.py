@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +77,14 @@ def is_converted(model: nn.Module) -> bool:
     return not stored_as_in_memory(user, ModelTensors(model).sources(allow_meta=True))
 
 
-@contextmanager
 def companions_here(
     held: OpenCheckpoint, record: PartRecord, wanted: Callable[[str], bool] = lambda _: True
-) -> Iterator[Path]:
+) -> AbstractContextManager[Path]:
     """The path of a part's folder for libraries, also for a part in a bucket, while the block runs.
 
     Files in subfolders belong to other parts.
     """
-    with local_folder(Place(held.store, record.path), lambda name: "/" not in name and wanted(name)) as folder:
-        yield folder
+    return local_folder(Place(held.store, record.path), lambda name: "/" not in name and wanted(name))
 
 
 def name_origin(model: nn.Module, read_from: Path, held: OpenCheckpoint, record: PartRecord) -> None:

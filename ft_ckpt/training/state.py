@@ -26,7 +26,7 @@ from ft_ckpt.distributed.replicas import own_name
 from ft_ckpt.distributed.sharding import OwnedSharding
 from ft_ckpt.distributed.source import Source, held_source
 from ft_ckpt.distributed.tensors import ModelTensors, source_of_tensor
-from ft_ckpt.distributed.wrappers import by_engine, is_distributed, layouts_of
+from ft_ckpt.distributed.wrappers import is_distributed, layouts_of
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, SelectionError, damaged_input, listing, shown
 from ft_ckpt.formats import safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
@@ -399,7 +399,7 @@ def _flags_by_label(found: Mapping[Key, Source]) -> dict[str, bool]:
     parameters = {
         f"{item}: {name}" if item else name: source for (item, name), source in found.items() if source.is_parameter
     }
-    layouts = layouts_of(by_engine(source.live for source in parameters.values()))
+    layouts = layouts_of(source.live for source in parameters.values())
     return {label: layout.trainable for label, layout in zip(parameters, layouts, strict=True)}
 
 

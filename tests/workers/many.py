@@ -53,9 +53,9 @@ def compare(rank):
 
 def compare_in_bulk(tensors):
     """What is worked out once for all that are alike is what each is told by itself."""
-    found = wrappers.layouts_of(wrappers.by_engine(tensors))
+    found = wrappers.layouts_of(tensors)
     assert found == [wrappers.layout_of(tensor) for tensor in tensors]
-    assert wrappers.have_data(wrappers.by_engine(tensors)) == [True] * len(tensors)
+    assert wrappers.have_data(tensors) == [True] * len(tensors)
     for wrapper, some in wrappers.by_engine(tensors):
         one = Mock(wraps=wrapper.layout_of)
         with patch.object(type(wrapper), "layout_of", one):
