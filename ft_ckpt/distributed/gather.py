@@ -12,13 +12,12 @@ from itertools import accumulate, chain
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from ft_ckpt.devices import current_device
-from ft_ckpt.distributed.ranks import Ranks, current_ranks
+from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import Box
 from ft_ckpt.distributed.source import Source, box_memories
-from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import RankError
 
 
@@ -49,18 +48,6 @@ def stream_buckets(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int, to
     buckets = list(_cut_buckets(chosen, bucket_bytes // 2, to))  # one half is filled from the other
     courier = _BucketCarrier(ranks, max((_rows_bytes(bucket, to) for bucket in buckets), default=0), to)
     yield from map(courier.carry_bucket, buckets)
-
-
-def full_state_dict(
-    model: nn.Module, names: Sequence[str] | None = None, ranks: Ranks | None = None, bucket_bytes: int = 256 << 20
-) -> dict[str, Tensor]:
-    """The full state dict by canonical names, on the host of rank 0; `{}` on other ranks. Collective.
-
-    `names` limits it; nothing else is moved. The tensors are copies.
-    """
-    found = ModelTensors(model).sources()
-    chosen = [found[name] for name in (names if names is not None else found)]
-    return gather_tensors(chosen, ranks or current_ranks(), bucket_bytes)
 
 
 def are_equal(one: Source, other: Source, ranks: Ranks, bucket_bytes: int) -> bool:

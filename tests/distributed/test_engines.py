@@ -4,11 +4,11 @@ import importlib.util
 
 import pytest
 import torch
+from full_state import full_state_dict
 from launch import run_cases
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ft_ckpt.distributed.gather import full_state_dict
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.tensors import ModelTensors, from_state_dict
 from ft_ckpt.distributed.wrappers import unwrap

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from full_state import full_state_dict
 from torch import Tensor, nn
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed import wrappers
-from ft_ckpt.distributed.gather import full_state_dict, gather_tensors
+from ft_ckpt.distributed.gather import gather_tensors
 from ft_ckpt.distributed.module_state import added_state
 from ft_ckpt.distributed.ranks import current_ranks
 from ft_ckpt.distributed.sharding import ReplicatedSharding

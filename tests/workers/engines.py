@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from full_state import full_state_dict
 from harness import RANK, WORLD, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from wrappers import gathered_by_layer
 
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.distributed.gather import are_equal, full_state_dict, gather_tensors, stream_chunks
+from ft_ckpt.distributed.gather import are_equal, gather_tensors, stream_chunks
 from ft_ckpt.distributed.ranks import current_ranks
 from ft_ckpt.distributed.replicas import sample_elements
 from ft_ckpt.distributed.tensors import ModelTensors
