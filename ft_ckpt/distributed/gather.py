@@ -46,8 +46,9 @@ def stream_chunks(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int, to:
 def stream_buckets(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int, to: int = 0) -> Iterator[Iterator[Chunk]]:
     """As `stream_chunks`, by bucket: each is moved when all ranks iterate over it, in the same order of buckets."""
     buckets = list(_cut_buckets(chosen, bucket_bytes // 2, to))  # one half is filled from the other
-    courier = _BucketCarrier(ranks, max((_rows_bytes(bucket, to) for bucket in buckets), default=0), to)
-    yield from map(courier.carry_bucket, buckets)
+    moving = ([unit for unit in bucket if moves_to(unit.info, to)] for bucket in buckets)
+    most = max((sum(padded_size(unit.size_bytes) for unit in units) for units in moving), default=0)
+    yield from map(_BucketCarrier(ranks, most, to).carry_bucket, buckets)
 
 
 def are_equal(one: Source, other: Source, ranks: Ranks, bucket_bytes: int) -> bool:
@@ -267,10 +268,6 @@ def _as_rank_error(action: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RankError(f"{action}: {error}") from error
-
-
-def _rows_bytes(bucket: list[_RowRange], to: int) -> int:
-    return sum(padded_size(unit.size_bytes) for unit in bucket if moves_to(unit.info, to))
 
 
 def padded_size(size: int) -> int:
