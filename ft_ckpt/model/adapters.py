@@ -23,17 +23,17 @@ from ft_ckpt.model.selection import View
 from ft_ckpt.storage.place import open_place
 
 
-def resized_embeddings(part: View, model: Any) -> set[str]:
+def resized_embeddings(view: View, model: Any) -> set[str]:
     """Names of embedding weights with another number of rows than the base has; `model` is the one below PEFT's."""
-    module: Any = part.module
+    module: Any = view.module
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "config"):
         return set()
     layers = [embedding_of(model, getter) for getter in ("get_input_embeddings", "get_output_embeddings")]
     embeddings = {id(layer) for layer in layers if layer is not None}
     paths = (path for path, _, inner in walk_modules(module) if id(inner) in embeddings)
-    names = [name for path in paths if (name := f"{path}.weight") in part.sources]
+    names = [name for path in paths if (name := f"{path}.weight") in view.sources]
     rows = _rows_of_base(module, model)
-    return {name for name in names if rows is not None and part.sources[name].shape[0] != rows}
+    return {name for name in names if rows is not None and view.sources[name].shape[0] != rows}
 
 
 def embedding_of(model: Any, getter: str = "get_input_embeddings") -> Any:
@@ -89,36 +89,36 @@ def is_peft_model(module: nn.Module) -> bool:
     return has_adapters(module) and hasattr(module, "base_model") and hasattr(module, "get_base_model")
 
 
-def adapter_parts(part: View, name: str, path: str, dtype: str, in_folders: bool = False) -> list[Part]:
+def adapter_parts(view: View, name: str, path: str, dtype: str, in_folders: bool = False) -> list[Part]:
     """One part per adapter; "default" in the folder `path` itself, as PEFT does, unless `in_folders`.
 
     Raises NotAnAdapterError when the module has none, IncompleteError when an adapter has no tensors.
     """
-    if not has_adapters(part.module):
+    if not has_adapters(view.module):
         raise NotAnAdapterError(
-            f"adapter_only=True: {type(part.module).__name__} has no PEFT adapter; wrap it with peft.get_peft_model, "
+            f"adapter_only=True: {type(view.module).__name__} has no PEFT adapter; wrap it with peft.get_peft_model, "
             "inject one, or save with adapter_only=False"
         )
-    names = list(part.module.peft_config)
-    _refuse_extra(part)
-    chosen = {adapter: _adapter_entries(part, adapter) for adapter in names}
-    extra, notes = _entries_left_out(part, chosen)
+    names = list(view.module.peft_config)
+    _refuse_extra(view)
+    chosen = {adapter: _adapter_entries(view, adapter) for adapter in names}
+    extra, notes = _entries_left_out(view, chosen)
     if not in_folders:
         kept = "state of the base that is no tensor, not in an adapter's file"
-        notes += tuple(f"{name}: {kept}" for name, _ in _of_base(part, part.extra))
+        notes += tuple(f"{name}: {kept}" for name, _ in _of_base(view, view.extra))
     added_sources = {id(entry.source) for entry in extra}
-    frozen = {n: s for n, s in base_sources(part) if not s.trainable and id(s) not in added_sources}
-    owned = {id(source) for _, source in base_sources(part)}
-    passed = tuple(s for s in part.sources.values() if id(s) not in owned and not s.trainable)  # PEFT omits them
-    active = active_adapters(part.module)
+    frozen = {n: s for n, s in base_sources(view) if not s.trainable and id(s) not in added_sources}
+    owned = {id(source) for _, source in base_sources(view)}
+    passed = tuple(s for s in view.sources.values() if id(s) not in owned and not s.trainable)  # PEFT omits them
+    active = active_adapters(view.module)
     parts = []
     for adapter, entries in chosen.items():
         own = "" if adapter == "default" and not in_folders else adapter
         folder = "/".join(filter(None, (path, "adapters" if in_folders else "", own)))
         added = [entry for entry in extra if adapter in active or not active]
-        made = cast_entries([*entries, *added], part.module, dtype)
+        made = cast_entries([*entries, *added], view.module, dtype)
         label = "/".join(filter(None, (name, own)))
-        stored = Part(label, folder, "adapter", part.module, made, file=ADAPTER_FILE, base=frozen, notes=notes)
+        stored = Part(label, folder, "adapter", view.module, made, file=ADAPTER_FILE, base=frozen, notes=notes)
         parts.append(replace(stored, adapter=adapter, active=adapter in active, beside=in_folders, passed=passed))
     empty = [p.adapter for p in parts if not p.entries]
     if empty:
@@ -137,23 +137,23 @@ def active_adapters(module: Any) -> list[str]:
     return [active] if isinstance(active, str) else list(active)
 
 
-def base_view(part: View) -> View:
+def base_view(view: View) -> View:
     """The model below the adapters, with the names it had before they were added."""
-    return View(_model_below(part.module), dict(base_sources(part)), dict(_of_base(part, part.extra)))
+    return View(_model_below(view.module), dict(base_sources(view)), dict(_of_base(view, view.extra)))
 
 
 def _model_below(module: Any) -> Any:
     return module.get_base_model() if is_peft_model(module) else module
 
 
-def base_sources(part: View) -> Iterable[tuple[str, Source]]:
+def base_sources(view: View) -> Iterable[tuple[str, Source]]:
     """(name in the base model, source) of every tensor of the base model."""
-    return _of_base(part, part.sources)
+    return _of_base(view, view.sources)
 
 
-def _of_base(part: View, named: Mapping[str, T]) -> Iterable[tuple[str, T]]:
+def _of_base(view: View, named: Mapping[str, T]) -> Iterable[tuple[str, T]]:
     """The entries of `named` that belong to the base model, by their names there."""
-    wrapped, root = _wrapped_layers(part.module), _root_steps(part.module)
+    wrapped, root = _wrapped_layers(view.module), _root_steps(view.module)
     for name, value in named.items():
         steps = name.split(".")
         if steps[: len(root)] != root:
@@ -163,9 +163,9 @@ def _of_base(part: View, named: Mapping[str, T]) -> Iterable[tuple[str, T]]:
             yield ".".join(in_base[len(root) :]), value
 
 
-def base_path(part: View, path: str) -> str:
+def base_path(view: View, path: str) -> str:
     """The path, in the base model, of the module at `path`, which is not inside a PEFT layer."""
-    return ".".join(path.split(".")[len(_root_steps(part.module)) :])
+    return ".".join(path.split(".")[len(_root_steps(view.module)) :])
 
 
 def _root_steps(module: Any) -> list[str]:
@@ -202,9 +202,9 @@ def _base_steps(steps: list[str], wrapped: Mapping[str, tuple[str, ...]]) -> lis
     return kept
 
 
-def _refuse_extra(part: View) -> None:
+def _refuse_extra(view: View) -> None:
     """Refuse non-tensor state of an adapter, because PEFT's file cannot store it."""
-    own = sorted(part.extra.keys() - {name for _, name in _of_base(part, {name: name for name in part.extra})})
+    own = sorted(view.extra.keys() - {name for _, name in _of_base(view, {name: name for name in view.extra})})
     if own:
         raise SelectionError(
             f"{listing(own, ', ')}: state of an adapter that is no tensor has no place in its file; save the run with "
@@ -212,18 +212,18 @@ def _refuse_extra(part: View) -> None:
         )
 
 
-def _adapter_entries(part: View, adapter: str) -> list[Entry]:
+def _adapter_entries(view: View, adapter: str) -> list[Entry]:
     """The tensors that PEFT selects for the adapter, under the names it stores."""
-    config = part.module.peft_config[adapter]
+    config = view.module.peft_config[adapter]
     if config.is_prompt_learning:
-        return _prompt_entries(part, adapter)
-    sources = _sources_for(part, adapter)
+        return _prompt_entries(view, adapter)
+    sources = _sources_for(view, adapter)
     placeholders = {source.raw_name: torch.zeros((), dtype=source.dtype).expand(source.shape) for source in sources}
-    stored = _peft_names(part.module, placeholders, adapter)
+    stored = _peft_names(view.module, placeholders, adapter)
     origin = {id(tensor): source for tensor, source in zip(placeholders.values(), sources, strict=True)}
-    prefix, clean_name = "" if is_peft_model(part.module) else PREFIX, _name_cleaner(part)
+    prefix, clean_name = "" if is_peft_model(view.module) else PREFIX, _name_cleaner(view)
     made = {name: tensor for name, tensor in stored.items() if id(tensor) not in origin}
-    group = _computed_group(part, adapter, made)
+    group = _computed_group(view, adapter, made)
     return [
         Entry(
             prefix + clean_name(name),
@@ -237,14 +237,14 @@ def _adapter_entries(part: View, adapter: str) -> list[Entry]:
     ]
 
 
-def _sources_for(part: View, adapter: str) -> list[Source]:
+def _sources_for(view: View, adapter: str) -> list[Source]:
     """The tensors of the model without those of its other adapters.
 
     PEFT matches an adapter's name at any step of a path: for an adapter called "0" it would select all of layer 0.
     """
-    others, root = set(part.module.peft_config) - {adapter}, _root_steps(part.module)
-    wrapped = _wrapped_layers(part.module) if others else {}
-    named = ((name.split("."), source) for name, source in part.sources.items())
+    others, root = set(view.module.peft_config) - {adapter}, _root_steps(view.module)
+    wrapped = _wrapped_layers(view.module) if others else {}
+    named = ((name.split("."), source) for name, source in view.sources.items())
     return [source for steps, source in named if not others or _adapter_of(steps, wrapped, root) not in others]
 
 
@@ -258,9 +258,9 @@ def _adapter_of(steps: list[str], wrapped: Mapping[str, tuple[str, ...]], root: 
     return steps[-1] if steps[: len(root)] != root else None
 
 
-def _name_cleaner(part: View) -> Callable[[str], str]:
+def _name_cleaner(view: View) -> Callable[[str], str]:
     """A function that removes the steps of wrappers from a name that PEFT made from a raw one."""
-    steps = wrapper_steps((name, source.raw_name) for name, source in part.sources.items())
+    steps = wrapper_steps((name, source.raw_name) for name, source in view.sources.items())
     return lambda name: ".".join(step for step in name.split(".") if step not in steps)
 
 
@@ -301,33 +301,33 @@ def _shallow_copy(module: nn.Module) -> Any:
     return copied
 
 
-def _computed_group(part: View, adapter: str, made: Mapping[str, Tensor]) -> Group | None:
+def _computed_group(view: View, adapter: str, made: Mapping[str, Tensor]) -> Group | None:
     """The group for tensors that PEFT computes when it saves: pruned ranks, top-k indices."""
     if not made:
         return None
-    base = {id(source) for _, source in base_sources(part)}
-    needed = tuple(source for source in _sources_for(part, adapter) if id(source) not in base)
-    prefix, clean_name = "" if is_peft_model(part.module) else PREFIX, _name_cleaner(part)
+    base = {id(source) for _, source in base_sources(view)}
+    needed = tuple(source for source in _sources_for(view, adapter) if id(source) not in base)
+    prefix, clean_name = "" if is_peft_model(view.module) else PREFIX, _name_cleaner(view)
 
     def ask_peft(full: dict[str, Tensor]) -> dict[str, Tensor]:
-        stored = _peft_names(part.module, {source.raw_name: full[source.name] for source in needed}, adapter)
+        stored = _peft_names(view.module, {source.raw_name: full[source.name] for source in needed}, adapter)
         return {prefix + clean_name(name): tensor.contiguous() for name, tensor in stored.items() if name in made}
 
     return Group(needed, ask_peft)
 
 
-def _prompt_entries(part: View, adapter: str) -> list[Entry]:
+def _prompt_entries(view: View, adapter: str) -> list[Entry]:
     """The entries of a prompt method, which stores the output of its encoder, rebuilt from full tensors."""
     inside = f"prompt_encoder.{adapter}."
-    needed = tuple(source for name, source in part.sources.items() if name.startswith(inside))
-    others = {name: source for name, source in part.sources.items() if "modules_to_save" in name.split(".")}
+    needed = tuple(source for name, source in view.sources.items() if name.startswith(inside))
+    others = {name: source for name, source in view.sources.items() if "modules_to_save" in name.split(".")}
 
     def run_encoder(full: dict[str, Tensor]) -> dict[str, Tensor]:
         encoder = _rebuild_module(
-            part.module.prompt_encoder[adapter],
+            view.module.prompt_encoder[adapter],
             {s.name[s.name.index(inside) + len(inside) :]: full[s.name] for s in needed},
         )
-        model = _shallow_copy(part.module)  # only the copy has the rebuilt encoder
+        model = _shallow_copy(view.module)  # only the copy has the rebuilt encoder
         model.__dict__["_modules"] = {**model._modules, "prompt_encoder": nn.ModuleDict({adapter: encoder})}
         with torch.no_grad():
             stored = _peft_names(model, {s.raw_name: torch.zeros(1) for s in others.values()}, adapter)
@@ -359,14 +359,14 @@ def _rebuild_module(module: nn.Module, full: Mapping[str, Tensor]) -> nn.Module:
     return twin
 
 
-def _entries_left_out(part: View, chosen: Mapping[str, list[Entry]]) -> tuple[list[Entry], tuple[str, ...]]:
+def _entries_left_out(view: View, chosen: Mapping[str, list[Entry]]) -> tuple[list[Entry], tuple[str, ...]]:
     """Base tensors that the adapter needs: trained ones, and resized embeddings."""
     taken = {source.key for entries in chosen.values() for entry in entries for source in entry.sources}
-    resized = resized_embeddings(part, _model_below(part.module))
-    prefix = "" if is_peft_model(part.module) else PREFIX
-    owned = {id(source) for _, source in base_sources(part)}
+    resized = resized_embeddings(view, _model_below(view.module))
+    prefix = "" if is_peft_model(view.module) else PREFIX
+    owned = {id(source) for _, source in base_sources(view)}
     extra, notes = [], []
-    for name, source in part.sources.items():
+    for name, source in view.sources.items():
         if id(source) not in owned or source.key in taken:
             continue
         if source.trainable or name in resized:
@@ -378,15 +378,15 @@ def _entries_left_out(part: View, chosen: Mapping[str, list[Entry]]) -> tuple[li
     return extra, tuple(notes)
 
 
-def missing_trainable(part: View, parts: Iterable[Part]) -> list[str]:
+def missing_trainable(view: View, parts: Iterable[Part]) -> list[str]:
     """Trainable tensors that none of `parts` stores."""
     stored = {source.key for p in parts for entry in p.entries for source in entry.sources}
-    return [name for name, source in part.sources.items() if source.trainable and source.key not in stored]
+    return [name for name, source in view.sources.items() if source.trainable and source.key not in stored]
 
 
-def check_complete(part: View, parts: list[Part]) -> None:
+def check_complete(view: View, parts: list[Part]) -> None:
     """Raise IncompleteError naming every trained tensor of the model that no adapter part stores."""
-    missing = missing_trainable(part, parts)
+    missing = missing_trainable(view, parts)
     if missing:
         raise IncompleteError(
             f"{listing(missing, ', ')}: trained, but in no adapter's selection; save with adapter_only=False, or "

@@ -81,22 +81,22 @@ def _with_raw_below(source: Source, depth: int) -> Source:
     return source if raw == source.raw_name else replace(source, raw_name=raw)
 
 
-def model_part(part: View, name: str, path: str, dtype: str) -> Part:
+def model_part(view: View, name: str, path: str, dtype: str) -> Part:
     """The part for a module saved in full: the tensors that `save_pretrained` writes, or those of a plain module."""
-    hugging_face = is_pretrained(part.module)
-    _refuse_unserialisable(part.module)
-    kept, ties, notes = _without_aliases(part, hugging_face)
+    hugging_face = is_pretrained(view.module)
+    _refuse_unserialisable(view.module)
+    kept, ties, notes = _without_aliases(view, hugging_face)
     if hugging_face:
-        entries = converted_entries(part.module, kept)
+        entries = converted_entries(view.module, kept)
     else:
         entries = [unchanged_entry(own_name, source) for own_name, source in kept.items()]
     kind = "model" if hugging_face else "module"
-    doubtful = tuple(diverged_ties(part)) if hugging_face else ()
-    made = cast_entries(entries, part.module, dtype)
+    doubtful = tuple(diverged_ties(view)) if hugging_face else ()
+    made = cast_entries(entries, view.module, dtype)
     taken = {source.key for source in kept.values()}
-    passed = tuple(source for source in part.sources.values() if source.key not in taken)
-    extra = dump_object(dict(part.extra), name or type(part.module).__name__) if part.extra else None
-    stored = Part(name, path, kind, part.module, made, ties=ties, doubtful=doubtful, notes=notes)
+    passed = tuple(source for source in view.sources.values() if source.key not in taken)
+    extra = dump_object(dict(view.extra), name or type(view.module).__name__) if view.extra else None
+    stored = Part(name, path, kind, view.module, made, ties=ties, doubtful=doubtful, notes=notes)
     notes += _rounded_by_others(stored) if hugging_face else ()
     return replace(stored, passed=passed, extra=extra, notes=notes)
 
@@ -171,12 +171,12 @@ def _pretrained_below(part: Part) -> list[str]:
     return [f"{part.name}.{path}" if part.name else path for path in found]
 
 
-def diverged_ties(part: View) -> list[tuple[Source, Source]]:
+def diverged_ties(view: View) -> list[tuple[Source, Source]]:
     """Pairs that the model declares tied but that are two tensors in memory; compared before one is dropped."""
-    declared = getattr(part.module, "all_tied_weights_keys", None) or {}
-    patterns = _alias_patterns(part.module) if declared else []
+    declared = getattr(view.module, "all_tied_weights_keys", None) or {}
+    patterns = _alias_patterns(view.module) if declared else []
     tied = [pair for pair in declared.items() if _is_alias(pair[0], patterns)]
-    pairs = [(part.sources.get(one), part.sources.get(other)) for one, other in tied]
+    pairs = [(view.sources.get(one), view.sources.get(other)) for one, other in tied]
     return [(a, b) for a, b in pairs if a is not None and b is not None and a.key != b.key]
 
 
@@ -194,18 +194,18 @@ def _refuse_unserialisable(module: Any) -> None:
 
 
 def _without_aliases(
-    part: View, hugging_face: bool
+    view: View, hugging_face: bool
 ) -> tuple[dict[str, Source], tuple[tuple[str, ...], ...], tuple[str, ...]]:
     """The tensors to store by name, the ties and notes. Ties are found by parameter identity, never by storage."""
-    ignored = made_by_class(part.module) if hugging_face else ()
-    names = [name for name, source in part.sources.items() if name not in ignored or source.trainable]
-    has_ties = len({part.sources[name].key for name in names}) < len(names)
+    ignored = made_by_class(view.module) if hugging_face else ()
+    names = [name for name, source in view.sources.items() if name not in ignored or source.trainable]
+    has_ties = len({view.sources[name].key for name in names}) < len(names)
     groups: dict[int, list[str]] = {}
     for name in names if has_ties else ():
-        groups.setdefault(part.sources[name].key, []).append(name)
+        groups.setdefault(view.sources[name].key, []).append(name)
     dropped: set[str] = set()
     ties, notes = [], []
-    patterns = _alias_patterns(part.module) if hugging_face and has_ties else []
+    patterns = _alias_patterns(view.module) if hugging_face and has_ties else []
     for group in (group for group in groups.values() if len(group) > 1):
         keep = group[:1]
         if hugging_face:  # the names that transformers does not make from another one
@@ -214,13 +214,13 @@ def _without_aliases(
         dropped.update(name for name in group if name not in keep)
         if len(keep) > 1:
             notes.append(f"{', '.join(keep)}: tied in memory but not by the model's class and config, stored once each")
-    for one, other in diverged_ties(part) if hugging_face else ():
-        alias = next(name for name in part.sources if part.sources[name] is one)
-        main = next(name for name in part.sources if part.sources[name] is other)
+    for one, other in diverged_ties(view) if hugging_face else ():
+        alias = next(name for name in view.sources if view.sources[name] is one)
+        main = next(name for name in view.sources if view.sources[name] is other)
         if alias not in dropped and main not in dropped:
             dropped.add(alias)  # the saver compares the two before it commits
             ties.append((main, alias))
-    return {name: part.sources[name] for name in names if name not in dropped}, tuple(ties), tuple(notes)
+    return {name: view.sources[name] for name in names if name not in dropped}, tuple(ties), tuple(notes)
 
 
 def _is_alias(name: str, patterns: Sequence[str]) -> bool:
