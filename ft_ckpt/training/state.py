@@ -206,7 +206,9 @@ def exchange_facts(
     facts = {name: items.get(name) for name in differing}
     agreed = ranks.agree("the state of save_state()", facts, decide=_merge_facts)
     further = [_unlike_leader(value, agreed.values[0]) for value in agreed.values]
-    together = [{**one, **more} for one, more in zip(trees, further or values_of_runs(agreed.result["own"]), strict=True)]
+    together = [
+        {**one, **more} for one, more in zip(trees, further or values_of_runs(agreed.result["own"]), strict=True)
+    ]
     merged = agreed.result["items"]
     own_trees = {name: items[name] for name, fact in merged.items() if ranks.leads and "leaves" in fact}
     return {**items, **merged, **own_trees}, together
