@@ -31,9 +31,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def choosing_device(device: torch.device) -> AbstractContextManager[None]:
-    """A block with `device` as this thread's current one: a new thread starts with the first, which would be
-    initialised.
-    """
+    """A block with `device` as this thread's current one; a new thread starts with the first, and initialises it."""
     return torch.accelerator.device_index(device.index) if has_streams(device) else nullcontext()
 
 
@@ -93,8 +91,8 @@ def _registered_block(size_bytes: int, device: torch.device) -> RegisteredBlock 
 
 def _runtime_of(device: torch.device) -> Any:
     """CUDA's runtime, or ROCm's, which has the same names: torch has no general call for this."""
-    offer = getattr(torch.get_device_module(device), "cudart", None)
-    return None if offer is None else offer()
+    get_runtime = getattr(torch.get_device_module(device), "cudart", None)
+    return None if get_runtime is None else get_runtime()
 
 
 PIECE_BYTES = 8 << 20  # copied to the host while the previous piece is in use
@@ -158,21 +156,21 @@ def host_pieces(flat: Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[Tensor
     A piece is valid until the next one is requested; that one is copied meanwhile.
     """
     step, is_later = max(1, piece_bytes // flat.element_size()), has_streams(flat.device)
-    rooms = [pinned_memory(min(step, flat.numel()) * flat.element_size(), flat.device) for _ in range(2)]
+    buffers = [pinned_memory(min(step, flat.numel()) * flat.element_size(), flat.device) for _ in range(2)]
     coming: deque[tuple[Tensor, Moment]] = deque()
     try:
         for number, start in enumerate(range(0, flat.numel(), step)):
             live = flat[start : start + step]
-            piece = rooms[number % 2][: live.nbytes].view(flat.dtype)
+            piece = buffers[number % 2][: live.nbytes].view(flat.dtype)
             piece.copy_(live, non_blocking=is_later)
             coming.append((piece, record_moment(flat.device)))
             if number:
-                yield _arrived_piece(*coming.popleft())
+                yield _arrived_piece(coming)
         if coming:
-            yield _arrived_piece(*coming.popleft())
+            yield _arrived_piece(coming)
     finally:
-        for piece, moment in coming:
-            _arrived_piece(piece, moment)
+        while coming:
+            _arrived_piece(coming)
 
 
 class PinnedBlocks(BlockKeeper):
@@ -194,7 +192,8 @@ class PinnedBlocks(BlockKeeper):
             moment.await_done()
 
 
-def _arrived_piece(piece: Tensor, moment: Moment) -> Tensor:
+def _arrived_piece(coming: deque[tuple[Tensor, Moment]]) -> Tensor:
+    piece, moment = coming.popleft()
     moment.await_done()
     return piece
 

@@ -126,15 +126,14 @@ def _refuse_device(map_location: str | torch.device | None) -> None:
 
 def _check_listed(source: Readable, place: Place) -> None:
     """Compare a file that has no digests with the manifest beside it. Raises ConfigError where none lists it."""
-    called, found = place.last_step, listing_manifest(place)
-    if found is not None:
-        if digest_of_open(source, found[2]) != found[2].digest:
-            raise CorruptError(f"{called} is damaged (its digest differs); use another copy of the file")
-        return
-    raise ConfigError(
-        f"verify=True: {called} has no digests, and no {MANIFEST_NAME} beside it lists it; leave verify out, or "
-        "save it as HDF5, which has them"
-    )
+    name, listed = place.last_step, listing_manifest(place)
+    if listed is None:
+        raise ConfigError(
+            f"verify=True: {name} has no digests, and no {MANIFEST_NAME} beside it lists it; leave verify out, or save "
+            "it as HDF5, which has them"
+        )
+    if digest_of_open(source, listed[2]) != listed[2].digest:
+        raise CorruptError(f"{name} is damaged (its digest differs); use another copy of the file")
 
 
 def _object_format(name: str) -> TensorFormat:
@@ -182,12 +181,11 @@ def _leaf_regions(start: int, spec: Spec, leaf: Leaf) -> Iterator[Region]:
 
 
 def _save_compressed(obj: Any, stage: Place, native_floats: bool, codec: Codec) -> None:
-    """Compress into an unnamed spool file, beside the target on a disk, then write the target from it."""
+    """Compress into an unnamed spool file, in the target's folder if that is on a disk, then write the target."""
     root, leaves = flatten(obj, cerebras.DTYPES)
     specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
     arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
-    room = stage.store.folder if isinstance(stage.store, LocalStore) else None
-    with spool_file(room) as spool:
+    with spool_file(stage.store.folder if isinstance(stage.store, LocalStore) else None) as spool:
         packed = hdf5_compressed.compress_leaves(specs, lambda number: _leaf_memory(leaves[number]), codec, spool)
         layout, names = hdf5_compressed.lay_out_compressed(root, specs, arrays, native_floats, packed)
         by_name = {name: (packed.get(number), leaves[number]) for number, name in enumerate(names)}
@@ -227,24 +225,25 @@ def _plain_values(tensor: torch.Tensor) -> torch.Tensor:
 
 def _restore_object(file: IndexedFile, device: torch.device | None) -> Any:
     index, tensors = file.index, {}
-    coming = None if device is None or not is_accelerator(device) else DeviceTensors(file, device)
+    on_device = None if device is None or not is_accelerator(device) else DeviceTensors(file, device)
 
     def tensor(number: int) -> Any:
         if number not in tensors:
             name = index.names[number]
             dtype, shape, *_ = index.rows[name]
-            lazy = lazy_tensor(file, name, shape, dtype)
-            tensors[number] = (
-                coming.new_tensor(name) if coming else lazy if device is None else lazy.values().to(device)
-            )
+            if on_device is not None:
+                tensors[number] = on_device.new_tensor(name)
+            else:
+                lazy = lazy_tensor(file, name, shape, dtype)
+                tensors[number] = lazy if device is None else lazy.values().to(device)
         return tensors[number]
 
     if index.root is None and device is None:
         return {name: lazy_tensor(file, name, index.rows[name][1], index.rows[name][0]) for name in index.names}
-    found = unflatten(index.tree, tensor, file.read_array)
-    if coming is not None:
-        coming.read_all()
-    return found
+    restored = unflatten(index.tree, tensor, file.read_array)
+    if on_device is not None:
+        on_device.read_all()
+    return restored
 
 
 @contextmanager

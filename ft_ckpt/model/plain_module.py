@@ -61,9 +61,9 @@ def build_module(description: Mapping[str, Any], classes: Mapping[str, type] | N
         version = description["format"]
         if version > DESCRIPTION_FORMAT:
             raise LoadError(f"{MODULE_NAME}: format {version}, this ft_ckpt reads up to {DESCRIPTION_FORMAT}; upgrade")
-        found = _find_classes(description, classes or {})
+        known = _find_classes(description, classes or {})
         _warn_opaque(description)
-        return _ModuleBuilder(found).build_node(description, "")
+        return _ModuleBuilder(known).build_node(description, "")
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, LoadError):
             raise LoadError(f"{MODULE_NAME}: {str(error).removeprefix(f'{MODULE_NAME}: ')}") from error
@@ -252,7 +252,7 @@ def _find_classes(description: Mapping[str, Any], classes: Mapping[str, type]) -
 
 
 def _find_class(name: str, classes: Mapping[str, type]) -> type | str:
-    """The class, or the problem in words. Reads dictionaries only: getattr on a lazy module would import."""
+    """The class, or a description of the problem. Reads dictionaries only: getattr on a lazy module would import."""
     module_name, _, qualname = name.partition(":")
     found: Any = classes.get(name, classes.get(qualname))
     if found is None:
