@@ -2,18 +2,19 @@
 
     superblock and metadata | to a page | large tensors, each on a page | small ones, each on 64 bytes | index
 
-The file is at the same time a Cerebras checkpoint of format 0.5, and any HDF5 tool lists it. The index is a dataset of
-bytes that ends the file: JSON (metadata, tree of the object, and of each tensor type, shape, place and xxh3-128
-digest) and a footer of 64 bytes. Our reader asks the HDF5 library only when there is no index, or when the footer
-says that another program has moved things since.
+The file is a Cerebras checkpoint of format 0.5, and every HDF5 tool lists it. The index is a dataset of bytes at the
+end of the file: JSON (metadata, tree of the object, and for each tensor dtype, shape, offset and xxh3-128 digest) and a
+footer of 64 bytes. Our reader uses the HDF5 library only if there is no index, or if the footer shows that another
+program has moved the data since.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats import cerebras
-from ft_ckpt.formats import hdf5_metadata as hdf5_bytes
+from ft_ckpt.formats.hdf5_metadata import PAGE_BYTES, Dataset, hdf5_header
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.pytree import Node
 from ft_ckpt.formats.tensor_file import (
@@ -34,46 +35,45 @@ _SMALL_STEP = 64
 def lay_out_hdf5(
     specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[str, str] = MappingProxyType({})
 ) -> Layout:
-    """The layout of a file that holds `specs` as one flat dict, and the tied ones under each of their names.
+    """The layout of a file that contains `specs` as one flat dict, tied tensors under each of their names.
 
-    `ties`: alias to kept name; with any, there is no place for `metadata`. Raises SelectionError naming dtypes the
-    format cannot keep.
+    `ties`: alias to stored name; with ties, `metadata` is not stored. Raises SelectionError for unsupported dtypes.
     """
-    foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in cerebras.DTYPES]
-    if foreign:
-        raise SelectionError(f"{listing(foreign, ', ')}: HDF5 files keep no such type here; convert it")
+    unsupported = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in cerebras.DTYPES]
+    if unsupported:
+        raise SelectionError(f"{listing(unsupported, ', ')}: not a type of HDF5 files; convert it")
     if not ties:
         return _hdf5_layout(specs, cerebras.describe_checkpoint(flat_tree(specs), specs), None, dict(metadata))
-    places = {spec.name: place for place, spec in enumerate(specs)}
-    places |= {name: places[kept] for name, kept in ties.items()}
-    keys = tuple(Node("value", name) for name in places)
-    root = Node("dict", None, keys, tuple(Node("tensor", place) for place in places.values()))
+    leaves = {spec.name: leaf for leaf, spec in enumerate(specs)}
+    leaves |= {alias: leaves[stored] for alias, stored in ties.items()}
+    keys = tuple(Node("value", name) for name in leaves)
+    root = Node("dict", None, keys, tuple(Node("tensor", leaf) for leaf in leaves.values()))
     return lay_out_hdf5_tree(root, specs, ())[0]
 
 
 def lay_out_hdf5_tree(
     root: Node, leaves: Sequence[Spec], arrays: Sequence[int], native_floats: bool = False
 ) -> tuple[Layout, Sequence[str]]:
-    """The layout of a file that holds the object `root`, and the name of each leaf in it."""
+    """The layout of a file that contains the object `root`, and the names of its leaves, in order."""
     content = cerebras.describe_checkpoint(root, leaves, arrays, native_floats)
     specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(content.names, leaves, strict=True)]
     return _hdf5_layout(specs, content, None if is_flat(root, content.names) else root, {}), content.names
 
 
 def index_rows(specs: Sequence[Spec], order: Sequence[int], starts: Sequence[int], digest: str) -> dict[str, Row]:
-    """The rows of `specs`, in file order, all with one `digest`."""
+    """The index rows of `specs`, in file order, all with the same `digest`."""
     return {
         specs[leaf].name: [specs[leaf].dtype, specs[leaf].shape, start, digest, leaf]
         for leaf, start in zip(order, starts, strict=True)
     }
 
 
-def place_tensors(specs: Sequence[Spec], start: int = 0) -> tuple[list[int], list[int], int]:
-    """The order of `specs` in the file as indexes, their starts in that order, and the end of the last."""
+def place_tensors(specs: Sequence[Spec]) -> tuple[list[int], list[int], int]:
+    """The order of `specs` in the file as indexes, their offsets in that order, and the end of the last."""
     large = [index for index, spec in enumerate(specs) if spec.size_bytes >= MAP_BYTES]
     small = [index for index, spec in enumerate(specs) if spec.size_bytes < MAP_BYTES]
-    starts, at = [], start
-    for step, group in ((hdf5_bytes.PAGE_BYTES, large), (_SMALL_STEP, small)):
+    starts, at = [], 0
+    for step, group in ((PAGE_BYTES, large), (_SMALL_STEP, small)):
         for index in group:
             at += -at % step
             starts.append(at)
@@ -90,7 +90,7 @@ def _hdf5_layout(
     index_bytes = len(index_text(index)) + FOOTER_BYTES
     datasets = placed_datasets(content.datasets, dict(zip(order, starts, strict=True)))
     datasets.append(index_dataset(index_bytes, index_start))
-    header = hdf5_bytes.hdf5_header(datasets, content.attributes, index_start + index_bytes)
+    header = hdf5_header(datasets, content.attributes, index_start + index_bytes)
     data_start, size_bytes = len(header), len(header) + index_start + index_bytes
 
     def make_trailer(digests: Mapping[str, bytes]) -> bytes:
@@ -102,16 +102,13 @@ def _hdf5_layout(
                   data_start + index_start, make_trailer)  # fmt: skip
 
 
-def placed_datasets(datasets: Sequence[hdf5_bytes.Dataset], starts: Mapping[int, int]) -> list[hdf5_bytes.Dataset]:
-    """`datasets` with the places of their bytes; those without bytes have none."""
+def placed_datasets(datasets: Sequence[Dataset], starts: Mapping[int, int]) -> list[Dataset]:
+    """`datasets` with the offsets of their bytes, by number; empty ones have none."""
     return [
-        hdf5_bytes.Dataset(item.path, item.type, item.shape, item.attributes, starts[number])
-        if number in starts and item.size_bytes
-        else item
-        for number, item in enumerate(datasets)
+        replace(dataset, start=starts[number]) if number in starts and dataset.size_bytes else dataset
+        for number, dataset in enumerate(datasets)
     ]
 
 
-def index_dataset(size_bytes: int, start: int) -> hdf5_bytes.Dataset:
-    """The dataset that holds the index."""
-    return hdf5_bytes.Dataset((cerebras.INDEX,), "u1", (size_bytes,), {}, start)
+def index_dataset(size_bytes: int, start: int) -> Dataset:
+    return Dataset((cerebras.INDEX,), "u1", (size_bytes,), {}, start)
