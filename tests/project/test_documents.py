@@ -29,10 +29,11 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def done(request, tmp_path_factory):
     """The folder where the pages asked for were done, and what went wrong on each: one process has the libraries."""
     folder = tmp_path_factory.mktemp("pages")
-    asked = {item.callspec.params.get("page") for item in request.session.items if hasattr(item, "callspec")}
+    tests = [item for item in request.session.items if "done" in getattr(item, "fixturenames", ())]
+    asked = {item.callspec.params.get("page") for item in tests if hasattr(item, "callspec")}
     names = [name_of(page) for page in PAGES if page in asked]
     for name, page in {"twenty": twenty_lines(), "trainer": trainer_lines()}.items():
-        if any(item.name.startswith(f"test_the_{name}_lines") for item in request.session.items):
+        if any(item.name.startswith(f"test_the_{name}_lines") for item in tests):
             (folder / name).mkdir()
             (folder / name / "page.md").write_text(page, encoding="utf-8")
             names.append(name)
