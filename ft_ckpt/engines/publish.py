@@ -1,0 +1,543 @@
+"""Publish a committed checkpoint into running inference servers, and prove that they hold it.
+
+An adapter gets a name of its own for each version and is never loaded again under it: servers answer from caches that
+are keyed by the name. Full weights are loaded in place while generation is paused; the version that a server reports
+says "(loading)" meanwhile, so that a publisher that is killed leaves no server that claims what it does not hold.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ft_ckpt.checkpoint.manifest import PartRecord
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.engines.client import Client
+from ft_ckpt.engines.expected import compare_digests, is_known
+from ft_ckpt.engines.preflight import findings
+from ft_ckpt.engines.servers import Server, connect, probe
+from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, EngineError, LoadError, damaged_input, listing
+from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.messages import LOG
+from ft_ckpt.model.folder import open_folder
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.store import read_text
+from ft_ckpt.transfer.push import pull
+
+_RESUME_TRIES, _RESUME_PAUSE_SECONDS = 4, 1.0
+_LOADING = " (loading)"  # after the version of a server whose weights are being replaced
+_ANY_RANK = 1 << 20  # the server knows its own limit
+_ALIKE = 1e-4  # log probabilities nearer than this are one answer
+_NEAR = 0.1  # of log probabilities computed in bfloat16, and their reference in float32
+
+
+@dataclass(frozen=True)
+class ServerReport:
+    """One server after a publish."""
+
+    url: str
+    engine: str
+    """The engine and its version, such as "vLLM 0.32.0"."""
+    before: str | None
+    """The version of the weights it held; None for an adapter, and where the server does not say."""
+    is_new: bool
+    """False if it held this version already, and nothing was sent."""
+    checked: str
+    """What was compared, such as "27 of 27 parameters equal to the files"."""
+    paused_seconds: float = 0.0
+    """For how long it generated nothing."""
+    unloaded: tuple[str, ...] = ()
+    """Older versions of the adapter that were unloaded."""
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """A finished publish: every server holds the checkpoint."""
+
+    path: Path | str
+    """The checkpoint."""
+    kind: str
+    """"adapter" or "weights"."""
+    name: str
+    """The model to ask for: the adapter's name with its version, or the name of the served base."""
+    version: str
+    """The version: of an adapter the part after "@"; of weights the one that servers report."""
+    servers: tuple[ServerReport, ...]
+    """The servers, in the order of their URLs."""
+    seconds: float
+    """From the call to the last answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions:
+    """How a checkpoint is published; the arguments of `publish`."""
+
+    name: str | None = None
+    version: str | None = None
+    kind: str = "auto"
+    part: str | None = None
+    visible_at: Mapping[str, str] = field(default_factory=dict)
+    stage: Path | None = None
+    keep: int = 2
+    in_flight: str = "wait"
+    check: str = "all"
+    base: Any = None
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    timeout_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        choices = {
+            "kind": ("auto", "adapter", "weights"),
+            "in_flight": ("wait", "keep", "abort"),
+            "check": ("all", "listed"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+        if not isinstance(self.keep, int) or self.keep < 0:
+            raise ConfigError(f"keep={self.keep!r}: expected a number of older versions, at least 0")
+        if self.name is not None and not re.fullmatch(r"[\w.-]+", self.name):
+            raise ConfigError(f"name={self.name!r}: expected letters, digits, dots, dashes and underscores")
+
+
+def publish(
+    checkpoint: str | Path | Place,
+    url: str | Sequence[str],
+    *,
+    name: str | None = None,
+    version: str | None = None,
+    kind: str = "auto",
+    part: str | None = None,
+    visible_at: Mapping[str, str] | None = None,
+    stage: str | Path | None = None,
+    keep: int = 2,
+    in_flight: str = "wait",
+    check: str = "all",
+    base: Any = None,
+    headers: Mapping[str, str] | None = None,
+    timeout_seconds: float = 300.0,
+) -> PublishReport:
+    """Load the committed `checkpoint` into the running server at `url`, or into several, and prove that they hold it.
+
+    Servers of vLLM, SGLang, and others with SGLang's calls. All servers hold the checkpoint when this returns, or none:
+    after a failure each is given back what it held, and the error says what it holds now. The digests of all files are
+    compared first, and the checkpoint is leased until the servers have answered.
+
+    An adapter is loaded as `name`@`version`, by default the run's folder, the step and the head of the manifest's
+    digest, as in "policy@500-3fa9c1d2", and never loaded again under a name. It is refused beforehand if the engine
+    would drop or misread part of it. Then the server must list it, and its answers to three prompts must differ from
+    the base's; with `base` (the base model, as `load_model` takes it) they must also be those of transformers and PEFT.
+    Of older versions under `name`, the `keep` newest stay loaded.
+
+    Full weights are loaded in place: the server is paused (requests `in_flight`: "wait" for their end, "keep" them, or
+    "abort"), reads the files, drops its caches, reports the SHA-256 of its parameters, which are compared with those
+    that the files give, and goes on. `check`="listed" leaves out the comparison of digests and answers.
+
+    `kind`: "adapter", "weights", or "auto" by what the checkpoint holds; `part`: one of several parts. `visible_at`:
+    the path at which the servers see a folder of this machine, as in {"/mnt/runs": "/data/runs"}. `stage`: a folder
+    that servers see, into which a checkpoint in a bucket is pulled; by default the cache. `headers` are sent with each
+    request; without an Authorization among them the environment variable FT_CKPT_ENGINE_TOKEN is sent as bearer token.
+
+    Raises ConfigError for arguments or servers that cannot be, NotACheckpointError or CorruptError for the checkpoint,
+    LoadError naming all that the engine would misread, EngineError when a server refuses, does not answer or holds
+    something else.
+    """
+    options = PublishOptions(
+        name=name, version=version, kind=kind, part=part, visible_at=visible_at or {}, keep=keep, in_flight=in_flight,
+        stage=None if stage is None else Path(stage), check=check, base=base, headers=headers or {},
+        timeout_seconds=timeout_seconds,
+    )  # fmt: skip
+    return publish_with(checkpoint, [url] if isinstance(url, str) else list(url), options)
+
+
+def publish_with(checkpoint: str | Path | Place, urls: Sequence[str], options: PublishOptions) -> PublishReport:
+    """As `publish`, with its options in one object."""
+    begun = time.monotonic()
+    if not urls or len({*urls}) < len(urls):
+        raise ConfigError(f"{', '.join(urls) or 'no URL'}: expected one or more servers, each once")
+    servers = [connect(Client(url, options.headers, options.timeout_seconds)) for url in urls]
+    with _opened(open_place(checkpoint), options) as (held, record):
+        path = _seen_path(held.path / record.path, options.visible_at)
+        with closing(open_folder(Place(held.store, record.path), Place(held.origin, record.path))) as file:
+            _refuse_misread(servers, held, record, file)
+            if record.kind == "adapter":
+                adapter = _Adapter(_adapter_name(held, options), path, _reference(held, record, file, options))
+                reports = _publish_adapter(servers, adapter, options)
+                kind, served, version = "adapter", adapter.name, adapter.name.partition("@")[2]
+            else:
+                version = options.version or _weights_version(held)
+                weights = _Weights(version, path, held, file, _config_of(held, record), options)
+                reports = _publish_weights(servers, weights)
+                kind, served = "weights", servers[0].served().base
+    return PublishReport(
+        open_place(checkpoint).location, kind, served, version, tuple(reports), time.monotonic() - begun
+    )
+
+
+# The checkpoint
+
+
+@contextmanager
+def _opened(place: Place, options: PublishOptions) -> Iterator[tuple[OpenCheckpoint, PartRecord]]:
+    """The checkpoint on this machine, leased and compared with its digests; and the part to publish."""
+    if not isinstance(place.store, LocalStore):
+        folder = None if options.stage is None else options.stage / place.last_step
+        place = open_place(pull(place, folder, overwrite=folder is not None).path)
+    with open_checkpoint(place, compares=False) as held:
+        if problems := held.find_problems(deep=True):
+            raise CorruptError(f"{held.path}: {listing(list(problems))}; not published, use another checkpoint")
+        held.let_go()
+        yield held, _chosen_part(held, options)
+
+
+def _chosen_part(held: OpenCheckpoint, options: PublishOptions) -> PartRecord:
+    kinds = {"auto": ("adapter", "model"), "adapter": ("adapter",), "weights": ("model",)}[options.kind]
+    parts = [part for part in held.manifest.parts if part.kind in kinds and options.part in (None, part.name)]
+    adapters = [part for part in parts if part.kind == "adapter"]
+    chosen = adapters or parts
+    if len(chosen) != 1:
+        known = ", ".join(f"{part.name or 'the whole model'} ({part.kind})" for part in held.manifest.parts)
+        raise LoadError(
+            f"{held.path}: {len(chosen) or 'no'} parts to publish as {options.kind}; it holds {known}; "
+            "name one of them with part= and kind="
+        )
+    return chosen[0]
+
+
+def _refuse_misread(servers: Sequence[Server], held: OpenCheckpoint, record: PartRecord, file: TensorFile) -> None:
+    engines = sorted({server.engine.lower() for server in servers})
+    store = Place(held.store, record.path).folder
+    found = [line for engine in engines for line in findings(engine, store, file, _ANY_RANK)]
+    if found:
+        raise LoadError(f"{held.path}: not published: {listing(list(dict.fromkeys(found)))}")
+
+
+def _seen_path(path: Path, visible_at: Mapping[str, str]) -> str:
+    """The path as the servers see it: the longest folder of `visible_at` that leads to it is replaced."""
+    path = path.absolute()
+    fitting = [folder for folder in visible_at if path.is_relative_to(Path(folder).absolute())]
+    if visible_at and not fitting:
+        raise ConfigError(
+            f"{path}: below no folder of visible_at= ({', '.join(visible_at)}); the servers do not see it"
+        )
+    if not fitting:
+        return str(path)
+    folder = max(fitting, key=len)
+    return str(Path(visible_at[folder]) / path.relative_to(Path(folder).absolute()))
+
+
+def _run_name(held: OpenCheckpoint) -> str:
+    return re.sub(r"[^\w.-]+", "-", held.path.absolute().parent.name) or "run"
+
+
+def _adapter_name(held: OpenCheckpoint, options: PublishOptions) -> str:
+    step = held.manifest.step
+    head = held.path.name if step is None else str(step)
+    version = options.version or f"{head}-{held.identity[:8]}"  # the same step may have been saved again
+    return f"{options.name or _run_name(held)}@{version}"
+
+
+def _weights_version(held: OpenCheckpoint) -> str:
+    return f"{_run_name(held)}/{held.path.name}#{held.identity[:16]}"
+
+
+# All servers
+
+
+def _on_each(each: Sequence[Any], step: Callable[[Any], Any]) -> list[Any]:
+    """What `step` returns for each server, all at once, or the CheckpointError that it raises."""
+
+    def outcome(one: Any) -> Any:
+        try:
+            return step(one)
+        except CheckpointError as error:
+            return error
+
+    with ThreadPoolExecutor(max(1, len(each))) as pool:
+        return list(pool.map(outcome, each))
+
+
+def _problems(outcomes: Sequence[Any]) -> list[str]:
+    return [str(each) for each in outcomes if isinstance(each, CheckpointError)]
+
+
+# Adapters
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What the answers of an adapter are compared with."""
+
+    is_neutral: bool  # the adapter changes nothing: its answers are the base's
+    base: list[list[float]] | None = None  # log probabilities of transformers, as `probe` gives them
+    adapted: list[list[float]] | None = None
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    name: str
+    path: str
+    reference: _Reference | None  # None: answers are not compared
+
+
+def _publish_adapter(servers: Sequence[Server], adapter: _Adapter, options: PublishOptions) -> list[ServerReport]:
+    """Load the adapter everywhere and compare the answers; unload it everywhere when one server fails."""
+    was_there = _on_each(servers, lambda server: adapter.name in server.served().adapters)
+    if problems := _problems(was_there):
+        raise EngineError(f"{listing(problems)}; no adapter was loaded")
+    new = [server for server, there in zip(servers, was_there, strict=True) if not there]
+    outcomes = _on_each(new, lambda server: server.load_adapter(adapter.name, adapter.path)) if new else []
+    checks: list[Any] = []
+    if not _problems(outcomes):
+        checks = _on_each(servers, lambda server: _check_adapter(server, adapter))
+    if problems := _problems([*outcomes, *checks]):
+        left = _problems(_on_each(new, lambda server: server.unload_adapter(adapter.name))) if new else []
+        still = f"; {listing(left)}: it may hold {adapter.name} now" if left else ""
+        raise EngineError(
+            f"{listing(problems)}; {adapter.name} (from {adapter.path}) was unloaded where it was new; older versions "
+            f"answer as before{still}"
+        )
+    unloaded = _on_each(servers, lambda server: _unload_older(server, adapter.name, options.keep))
+    if problems := _problems(unloaded):
+        LOG.warning("%s: published, but older versions are still loaded: %s", adapter.name, listing(problems))
+    return [
+        ServerReport(
+            server.client.url, f"{server.engine} {server.version}", None, server in new, check,
+            unloaded=gone if isinstance(gone, tuple) else (),
+        )
+        for server, check, gone in zip(servers, checks, unloaded, strict=True)
+    ]  # fmt: skip
+
+
+def _check_adapter(server: Server, adapter: _Adapter) -> str:
+    """What was proved. Raises EngineError when the server does not list the adapter, or does not apply it."""
+    served, url = server.served(), server.client.url
+    if adapter.name not in served.adapters:
+        raise EngineError(f"{url}: {adapter.name}: not in its list of models after it was loaded")
+    path = served.adapters[adapter.name]
+    if path is not None and path != adapter.path:
+        raise EngineError(f"{url}: {adapter.name}: loaded from {path}, expected {adapter.path}; give another version=")
+    if adapter.reference is None:
+        return "listed"
+    base, adapted = probe(server, served.base), probe(server, adapter.name)
+    moved = _distance(base, adapted)
+    if adapter.reference.is_neutral:
+        return "listed; the adapter changes nothing, so its answers prove nothing"
+    if moved < _ALIKE:
+        raise EngineError(
+            f"{url}: {adapter.name}: answers as the base does; the server does not apply it (names of its layers?), or "
+            "it is too close to the base for three prompts: then check='listed'"
+        )
+    if adapter.reference.base is None or adapter.reference.adapted is None:
+        return f"listed; answers differ from the base's by up to {moved:.3f}"
+    error, other = _distance(adapter.reference.adapted, adapted), _distance(adapter.reference.base, adapted)
+    if error > _NEAR or (error > other and _distance(adapter.reference.base, adapter.reference.adapted) > 2 * _NEAR):
+        raise EngineError(
+            f"{url}: {adapter.name}: its log probabilities are {error:.3f} from those of transformers and PEFT, "
+            f"expected at most {_NEAR}; the server applies it otherwise (scaling, order of layers?)"
+        )
+    return f"listed; answers are those of transformers and PEFT within {error:.3f}"
+
+
+def _unload_older(server: Server, name: str, keep: int) -> tuple[str, ...]:
+    """Unload all but the `keep` newest of the other versions under the same name."""
+    mine = [other for other in server.served().adapters if other.partition("@")[0] == name.partition("@")[0]]
+    ordered = sorted(mine, key=_natural_order)
+    older = ordered[: ordered.index(name)] if name in ordered else []
+    gone = older[: len(older) - keep] if keep else older
+    for other in gone:
+        server.unload_adapter(other)
+    return tuple(gone)
+
+
+def _natural_order(text: str) -> list[Any]:
+    return [(0, int(each), "") if each.isdecimal() else (1, 0, each) for each in re.split(r"(\d+)", text) if each]
+
+
+def _distance(one: list[list[float]], other: list[list[float]]) -> float:
+    """The largest difference of the log probabilities that both have."""
+    pairs = (pair for first, second in zip(one, other, strict=True) for pair in zip(first, second, strict=False))
+    return max((abs(a - b) for a, b in pairs), default=0.0)
+
+
+def _reference(
+    held: OpenCheckpoint, record: PartRecord, file: TensorFile, options: PublishOptions
+) -> _Reference | None:
+    if options.check == "listed":
+        return None
+    outer = [name for name in file.specs if name.endswith("lora_B.weight")]
+    is_neutral = bool(outer) and not any(bool(file.read(name).any()) for name in outer)
+    if options.base is None or is_neutral:
+        return _Reference(is_neutral)
+    from ft_ckpt.engines.reference import reference_answers  # loads the models
+
+    return _Reference(False, *reference_answers(held.path, record.name, options.base))
+
+
+# Full weights
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Full weights to load, from an open checkpoint."""
+
+    version: str
+    path: str
+    held: OpenCheckpoint
+    file: TensorFile
+    config: Mapping[str, Any]
+    options: PublishOptions
+
+
+@dataclass
+class _Update:
+    """One server during a publish of weights."""
+
+    server: Server
+    before: str | None = None
+    base_path: str | None = None  # where it loaded its first weights from
+    is_new: bool = True
+    has_begun: bool = False  # its weights may no longer be those of `before`
+    paused_at: float | None = None
+    paused_seconds: float = 0.0
+    digests: Mapping[str, str] | None = None
+    checked: str = "the version only"
+
+
+def _publish_weights(servers: Sequence[Server], weights: _Weights) -> list[ServerReport]:
+    """Pause, load and compare everywhere, tell the version, go on; after a failure load the version before."""
+    updates = [_Update(server) for server in servers]
+    try:
+        problems = _problems(_on_each(updates, lambda update: _load_weights(update, weights))) or _unlike(updates)
+        if not problems:
+            new = [update for update in updates if update.is_new]
+            problems = _problems(_on_each(new, lambda update: update.server.set_weight_version(weights.version)))
+        begun = [update for update in updates if update.has_begun] if problems else []
+        held = _on_each(begun, lambda update: _put_back(update, weights))
+    finally:
+        paused = _problems(_on_each(updates, _resume))
+    if problems:
+        raise EngineError("; ".join([*problems, *(held or ["all servers hold what they held before"]), *paused]))
+    if paused:
+        raise EngineError(f"{listing(paused)}; all servers hold {weights.version}")
+    return [
+        ServerReport(
+            update.server.client.url, f"{update.server.engine} {update.server.version}", update.before, update.is_new,
+            update.checked, update.paused_seconds,
+        )
+        for update in updates
+    ]  # fmt: skip
+
+
+def _load_weights(update: _Update, weights: _Weights) -> None:
+    server = update.server
+    update.before, update.base_path = server.weight_version(), server.served().base_path
+    if update.before == weights.version and weights.options.version is None:
+        update.is_new = False
+        update.paused_at = time.monotonic()  # a publisher that was killed may have left it paused
+        _compare(update, weights)
+        return
+    update.paused_at = time.monotonic()
+    server.pause(weights.options.in_flight)
+    server.set_weight_version(weights.version + _LOADING)
+    update.has_begun = True
+    server.load_weights(weights.path)
+    _compare(update, weights)
+
+
+def _compare(update: _Update, weights: _Weights) -> None:
+    """Compare the digests that the server reports with those of the files. Raises EngineError when one differs."""
+    server = update.server
+    if weights.options.check == "listed":
+        return
+    update.digests = server.digests()
+    if update.digests is None and update.has_begun:  # some versions do not answer while they are paused
+        server.resume()
+        update.digests = server.digests()
+        server.pause(weights.options.in_flight)
+    if update.digests is None:
+        return
+    found = compare_digests(update.digests, weights.file, weights.config)
+    if found.different and is_known(weights.config):
+        raise EngineError(
+            f"{server.client.url}: {found.different[0]}: its SHA-256 is not that of the files in {weights.path}, as of "
+            f"{len(found.different)} of {found.total} parameters; does the server see another copy of that folder?"
+        )
+    if found.equal:
+        update.checked = str(found)
+
+
+def _unlike(updates: Sequence[_Update]) -> list[str]:
+    """A line for each server whose parameters differ from those of the first one with the same engine and names."""
+    found = []
+    for update in updates:
+        first = next(
+            each
+            for each in updates
+            if each.server.engine == update.server.engine
+            and (each.digests or {}).keys() == (update.digests or {}).keys()
+        )
+        names = [name for name, digest in (update.digests or {}).items() if digest != (first.digests or {})[name]]
+        if names:
+            url, other = update.server.client.url, first.server.client.url
+            found.append(f"{url}: {names[0]}: one of {len(names)} parameters that differ from those on {other}")
+    return found
+
+
+def _put_back(update: _Update, weights: _Weights) -> str:
+    """Load what the server held before; says what it holds now."""
+    url, before = update.server.client.url, update.before
+    try:
+        with _weights_before(update, weights) as old:
+            if old is None:
+                return f"{url} may hold a part of {weights.version}: where its version {before} came from is not known"
+            update.server.load_weights(old if isinstance(old, str) else old.path)
+            if isinstance(old, _Weights):
+                _compare(update, old)
+            update.server.set_weight_version(before or "default")
+    except (CheckpointError, OSError) as error:
+        return f"{url} may hold a part of {weights.version}, and {before} was not loaded again ({error})"
+    return f"{url} holds {before or 'what it was started with'} again"
+
+
+@contextmanager
+def _weights_before(update: _Update, weights: _Weights) -> Iterator["_Weights | str | None"]:
+    """What to load again: a checkpoint beside this one, or the path that the server was started with, or unknown."""
+    found = re.fullmatch(r"[^/]+/([^/#]+)#([0-9a-f]{16})", (update.before or "").removesuffix(_LOADING))
+    if found is None:
+        is_own = (update.before or "").endswith(_LOADING)  # of a publisher that was killed
+        yield None if is_own else update.base_path
+        return
+    with _opened(Place(LocalStore(weights.held.path.absolute().parent), found[1]), weights.options) as (held, record):
+        if not held.identity.startswith(found[2]):
+            raise EngineError(f"{held.path}: saved again since; its manifest is not that of {update.before}")
+        path = _seen_path(held.path / record.path, weights.options.visible_at)
+        with closing(open_folder(Place(held.store, record.path), Place(held.origin, record.path))) as file:
+            yield _Weights(update.before or "", path, held, file, _config_of(held, record), weights.options)
+
+
+def _config_of(held: OpenCheckpoint, record: PartRecord) -> dict[str, Any]:
+    store = Place(held.store, record.path).folder
+    with damaged_input(store.where("config.json")):
+        return dict(json.loads(read_text(store, "config.json")))
+
+
+def _resume(update: _Update) -> None:
+    """Go on with generation; tried again, because a server must not stay paused."""
+    if update.paused_at is None:
+        return
+    for tries_left in range(_RESUME_TRIES - 1, -1, -1):
+        try:
+            update.server.resume()
+            break
+        except EngineError as error:
+            if not tries_left:
+                raise EngineError(f"{error}; {update.server.client.url} may be PAUSED: resume it by hand") from None
+            time.sleep(_RESUME_PAUSE_SECONDS)
+    update.paused_seconds, update.paused_at = time.monotonic() - update.paused_at, None
