@@ -1,5 +1,6 @@
 """Small models that an inference server loads: a Llama, and a Qwen with grouped heads and a tied head."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,8 @@ def with_adapter(base: Any, seed: int, **settings: Any) -> Any:
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of VOCABULARY tokens, from the standard library's sources."""
-    made = Tokenizer(models.BPE(unk_token="<unk>"))  # noqa: S106 - a token of a vocabulary
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<unk>", "<s>", "</s>"])
-    made.train([str(path) for path in sorted(Path(__import__("json").__file__).parent.glob("*.py"))], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>")  # noqa: S106
+    made.train([str(path) for path in sorted(Path(json.__file__).parent.glob("*.py"))], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
