@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ft_ckpt.checkpoint.catalog import best, latest, verify
     from ft_ckpt.closure import checkpoint_closure
     from ft_ckpt.config import SaverConfig
+    from ft_ckpt.engines.export import export
     from ft_ckpt.engines.preflight import check_for
     from ft_ckpt.engines.publish import PublishReport, publish
     from ft_ckpt.model.average import average
@@ -57,6 +58,7 @@ __all__ = [
     "convert",
     "copy",
     "errors",
+    "export",
     "latest",
     "load",
     "load_model",
@@ -93,6 +95,7 @@ _HOME = {
     "checkpoint_closure": "ft_ckpt.closure",
     "convert": "ft_ckpt.model.convert",
     "copy": "ft_ckpt.transfer.copies",
+    "export": "ft_ckpt.engines.export",
     "latest": "ft_ckpt.checkpoint.catalog",
     "load": "ft_ckpt.model.objects",
     "load_model": "ft_ckpt.model.load",

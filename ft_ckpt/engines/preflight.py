@@ -5,18 +5,23 @@ versions read fewer fields without a word, so what they would ignore is refused 
 """
 
 import json
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import hold_open
-from ft_ckpt.errors import CheckpointError, ConfigError
+from ft_ckpt.errors import CheckpointError, ConfigError, is_number, listing
 from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.model.base_model import differing_elements
 from ft_ckpt.model.folder import open_folder
 from ft_ckpt.model.settings import quantisation_of
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store, read_text
 
 ENGINES = ("vllm", "sglang")
@@ -25,7 +30,12 @@ _MERGE = "merge it (`ft-ckpt merge`) and publish full weights"
 _EXPORT = "convert it (`ft-ckpt export ADAPTER OUT --for vllm`)"
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
-_SUPPORTED_TENSORS = ("lora_A.weight", "lora_B.weight")
+_INNER, _OUTER = ".lora_A.weight", ".lora_B.weight"
+_PREFIX = "base_model.model."  # PEFT's
+_UNREAD = (  # fields of LoRA variants that engines neither read nor apply
+    *("use_dora", "lora_bias", "use_bdlora", "use_qalora", "alora_invocation_tokens", "layer_replication"),
+    *("arrow_config", "kasa_config", "monteclora_config"),
+)
 
 
 def check_for(engine: str, folder: str | Place, *, max_lora_rank: int = MOST_RANK) -> list[str]:
@@ -36,52 +46,129 @@ def check_for(engine: str, folder: str | Place, *, max_lora_rank: int = MOST_RAN
 
     Raises ConfigError for an unknown engine, and what opening the folder raises.
     """
-    if engine not in ENGINES:
-        raise ConfigError(f"{engine}: expected one of {', '.join(ENGINES)}")
+    check_engine(engine)
     with hold_open(folder) as place, closing(open_folder(place, place)) as file:
         return list(findings(engine, place.folder, file, max_lora_rank))
 
 
+def check_engine(engine: str) -> None:
+    """Raise ConfigError unless the name is that of a known engine."""
+    if engine not in ENGINES:
+        raise ConfigError(f"engine={engine!r}: expected one of {', '.join(ENGINES)}")
+
+
 def findings(engine: str, store: Store, file: TensorFile, max_lora_rank: int = MOST_RANK) -> Iterator[str]:
     """As `check_for`, of an open folder."""
-    if _settings(store, "adapter_config.json") is not None:
-        yield from adapter_findings(engine, store, file, max_lora_rank)
-    else:
+    settings = _settings(store, "adapter_config.json")
+    if settings is None:
         yield from _model_findings(store, file)
-
-
-def adapter_findings(engine: str, store: Store, file: TensorFile, max_lora_rank: int) -> Iterator[str]:
-    """The findings of a folder with an adapter."""
-    settings = _settings(store, "adapter_config.json") or {}
-    if not store.list_folder().exists or not any(each.name.startswith("adapter_model.") for each in store.list()):
+        return
+    if not any(each.name.startswith("adapter_model.") for each in store.list()):
         yield "adapter_model.safetensors: missing; expected beside adapter_config.json"
+    for field in ("rank_pattern", "alpha_pattern"):
+        if settings.get(field):
+            yield f"{field}: set, and read by few versions of {engine}: others scale wrongly without a word; {_EXPORT}"
+    yield from adapter_findings(settings, file, max_lora_rank)
+
+
+def adapter_findings(settings: Mapping[str, Any], file: TensorFile, max_lora_rank: int) -> Iterator[str]:
+    """The findings of an adapter with the `settings` of adapter_config.json, apart from those that an export mends."""
     kind = settings.get("peft_type")
     if kind != "LORA":
         yield f"peft_type: {kind}, expected LORA; {_MERGE}"
         return
-    yield from _rank_findings(engine, settings, max_lora_rank)
+    wrong_ranks = list(_rank_findings(settings, max_lora_rank))
+    yield from wrong_ranks
     yield from _field_findings(settings)
-    other = sorted({name for name in file.specs if not name.endswith(_SUPPORTED_TENSORS)})
+    other = sorted({name for name in file.specs if not name.endswith((_INNER, _OUTER))})
     if other:
         yield f"{other[0]}: one of {len(other)} tensors that are no LoRA matrices, which would be dropped; {_MERGE}"
+    yield from [] if wrong_ranks else _matrix_findings(settings, file)
     yield from _nonfinite(file)
 
 
-def _rank_findings(engine: str, settings: Mapping[str, Any], most: int) -> Iterator[str]:
-    ranks = {
-        "r": settings.get("r"),
-        **{f"rank_pattern[{key!r}]": value for key, value in _pattern(settings, "rank_pattern")},
-    }
-    for field, rank in ranks.items():
+def rank_and_scale(settings: Mapping[str, Any], layer: str) -> tuple[int, float]:
+    """The rank of a layer's matrices, and the factor of their product, by PEFT's rule.
+
+    The first key of a pattern counts that is the end of the layer's path, from a dot on, as a regular expression.
+    """
+
+    def chosen(field: str, default: Any) -> Any:
+        pattern = dict(_pattern(settings, field))
+        return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", layer)), default)
+
+    rank = chosen("rank_pattern", settings["r"])
+    alpha = float(chosen("alpha_pattern", settings.get("lora_alpha", 8)))
+    return rank, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+
+def lora_layers(file: TensorFile) -> dict[str, str]:
+    """The paths in the base model of the layers that have matrices, with the beginning of their tensors' names."""
+    heads = (name.removesuffix(_INNER).removesuffix(_OUTER) for name in file.specs if name.endswith((_INNER, _OUTER)))
+    return {head.removeprefix(_PREFIX): head for head in heads}
+
+
+def base_findings(record: PartRecord, base_path: str) -> Iterator[str]:
+    """The finding that the server's base, in the folder `base_path`, is another one than the adapter's.
+
+    None where that is no folder of this machine, or has none of the sampled tensors under their names.
+    """
+    place = open_place(base_path) if Path(base_path).is_dir() else None
+    if place is None or record.base is None:
+        return
+    try:
+        with hold_open(place, compares=False) as held, closing(open_folder(held, place)) as file:
+            names = differing_elements(file, record)
+    except (CheckpointError, OSError):
+        return  # not readable by us
+    if names:
+        yield (
+            f"{listing(names, ', ', 3)}: {len(names)} of {len(record.base.fingerprint)} sampled tensors of the base "
+            f"that the server holds, {base_path}, differ from the one that the adapter was trained on "
+            f"({record.base.id or 'built in memory'}); start the server with that base"
+        )
+
+
+def _rank_findings(settings: Mapping[str, Any], most: int) -> Iterator[str]:
+    ranks = {f"rank_pattern[{key!r}]": value for key, value in _pattern(settings, "rank_pattern")}
+    for field, rank in {"r": settings.get("r"), **ranks}.items():
         if not isinstance(rank, int) or not 0 < rank <= most:
             yield f"{field}: {rank}, expected 1 to {most}; start the server with a larger --max-lora-rank, or {_MERGE}"
-    for field in ("rank_pattern", "alpha_pattern"):
-        if settings.get(field):
-            yield f"{field}: set, and read by few versions of {engine}: others scale wrongly without a word; {_EXPORT}"
+    alphas = {f"alpha_pattern[{key!r}]": value for key, value in _pattern(settings, "alpha_pattern")}
+    for field, alpha in {"lora_alpha": settings.get("lora_alpha", 8), **alphas}.items():
+        if not is_number(alpha):
+            yield f"{field}: {alpha}, expected a number; use another copy"
+    for key in (key for field in ("rank_pattern", "alpha_pattern") for key, _ in _pattern(settings, field)):
+        if not _is_expression(key):
+            yield f"rank_pattern, alpha_pattern: {key!r} is no regular expression; use another copy"
+
+
+def _is_expression(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
+def _matrix_findings(settings: Mapping[str, Any], file: TensorFile) -> Iterator[str]:
+    """Layers without two matrices of the rank that the settings give them."""
+    wrong = []
+    for layer, head in lora_layers(file).items():
+        rank, _ = rank_and_scale(settings, layer)
+        shapes = [
+            tuple(file.specs[name].shape) if name in file.specs else () for name in (head + _INNER, head + _OUTER)
+        ]
+        if [len(shape) for shape in shapes] != [2, 2] or (shapes[0][0], shapes[1][1]) != (rank, rank):
+            wrong.append(
+                f"{layer}: shapes {list(shapes[0])} and {list(shapes[1])}, expected two matrices of rank {rank}"
+            )
+    if wrong:
+        yield f"{listing(wrong, '; ', 3)}; engines have no place for them, {_MERGE}"
 
 
 def _field_findings(settings: Mapping[str, Any]) -> Iterator[str]:
-    for field in ("use_dora", "lora_bias", "use_bdlora", "use_qalora", "alora_invocation_tokens", "layer_replication"):
+    for field in _UNREAD:
         if settings.get(field):
             yield f"{field}: set, and neither read nor applied; {_MERGE}"
     if settings.get("bias") not in (None, "none"):

@@ -19,7 +19,7 @@ from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.engines.client import Client
 from ft_ckpt.engines.expected import compare_digests, is_known
-from ft_ckpt.engines.preflight import findings
+from ft_ckpt.engines.preflight import base_findings, findings
 from ft_ckpt.engines.servers import Server, connect, probe
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, EngineError, LoadError, damaged_input, listing
 from ft_ckpt.formats.layout import TensorFile
@@ -33,6 +33,7 @@ from ft_ckpt.transfer.push import pull
 _RESUME_TRIES, _RESUME_PAUSE_SECONDS = 4, 1.0
 _LOADING = " (loading)"  # after the version of a server whose weights are being replaced
 _ANY_RANK = 1 << 20  # the server knows its own limit
+_FIRST_VERSIONS = (None, "default")  # of weights that nobody has replaced since the server was started
 _ALIKE = 1e-4  # log probabilities nearer than this are one answer
 _NEAR = 0.1  # of log probabilities computed in bfloat16, and their reference in float32
 
@@ -165,7 +166,7 @@ def publish_with(checkpoint: str | Path | Place, urls: Sequence[str], options: P
     with _opened(open_place(checkpoint), options) as (held, record):
         path = _seen_path(held.path / record.path, options.visible_at)
         with closing(open_folder(Place(held.store, record.path), Place(held.origin, record.path))) as file:
-            _refuse_misread(servers, held, record, file)
+            _refuse_misread(servers, held, record, file, options)
             if record.kind == "adapter":
                 adapter = _Adapter(_adapter_name(held, options), path, _reference(held, record, file, options))
                 reports = _publish_adapter(servers, adapter, options)
@@ -210,10 +211,15 @@ def _chosen_part(held: OpenCheckpoint, options: PublishOptions) -> PartRecord:
     return chosen[0]
 
 
-def _refuse_misread(servers: Sequence[Server], held: OpenCheckpoint, record: PartRecord, file: TensorFile) -> None:
+def _refuse_misread(
+    servers: Sequence[Server], held: OpenCheckpoint, record: PartRecord, file: TensorFile, options: PublishOptions
+) -> None:
     engines = sorted({server.engine.lower() for server in servers})
     store = Place(held.store, record.path).folder
     found = [line for engine in engines for line in findings(engine, store, file, _ANY_RANK)]
+    for server in servers if record.kind == "adapter" else ():
+        if server.weight_version() in _FIRST_VERSIONS:
+            found += base_findings(record, _own_path(server.served().base_path, options.visible_at))
     if found:
         raise LoadError(f"{held.path}: not published: {listing(list(dict.fromkeys(found)))}")
 
@@ -230,6 +236,14 @@ def _seen_path(path: Path, visible_at: Mapping[str, str]) -> str:
         return str(path)
     folder = max(fitting, key=len)
     return str(Path(visible_at[folder]) / path.relative_to(Path(folder).absolute()))
+
+
+def _own_path(path: str | None, visible_at: Mapping[str, str]) -> str:
+    """The path on this machine of what the servers see at `path`; "" if that is not known."""
+    for folder, seen in visible_at.items():
+        if path and Path(path).is_relative_to(seen):
+            return str(Path(folder) / Path(path).relative_to(seen))
+    return path or ""
 
 
 def _run_name(held: OpenCheckpoint) -> str:
