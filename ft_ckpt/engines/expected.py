@@ -21,10 +21,12 @@ KNOWN_MODELS = frozenset({
     *("llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "olmo3", "gemma", "gemma2", "smollm3", "granite"),
 })  # fmt: skip
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_COLUMN_PARALLEL = re.compile(r"\.(q|k|v|gate|up)_proj\.")  # cut along the rows, fused or not
 _ROW_PARALLEL = re.compile(r"\.(o_proj|down_proj)\.weight$")  # cut along the columns of the stored matrix
 _VOCABULARY = re.compile(r"(^|\.)(embed_tokens|lm_head)\.weight$")
 _RANK = re.compile(r"^(?:[a-z]+\d+:)+")
 _VOCABULARY_PADDING = 64
+_SHA256_DIGITS = 64
 _DTYPES = ("bfloat16", "float16", "float32")  # that an engine may compute in, after the file's own
 
 
@@ -34,7 +36,7 @@ class Comparison:
 
     equal: tuple[str, ...]
     different: tuple[str, ...]  # names with a rule whose digest is another one
-    without_rule: tuple[str, ...]
+    without_rule: tuple[str, ...]  # names without a rule, or with a sum that is not SHA-256
 
     @property
     def total(self) -> int:
@@ -48,15 +50,15 @@ def compare_digests(found: Mapping[str, str], file: TensorFile, config: Mapping[
     """Compare SHA-256 sums that an engine reports with those of the tensors in `file`.
 
     `found`: sums by parameter, each with its ranks before it, such as "dp0:pp0:pcp0:tp1:model.norm.weight". `config`:
-    the model's config.json. One type is assumed for all parameters that the engine has cast: the first of the file's,
-    bfloat16, float16 and float32 that gives an equal sum.
+    the model's config.json. A parameter is equal in any type that an engine may have cast it to: the file's, bfloat16,
+    float16 or float32.
     """
     size = 1 + max((_tensor_rank(name) for name in found), default=0)
     stored = _StoredModel(file, config, size)
     equal, different, unknown = [], [], []
     for name, digest in found.items():
         sources = stored.sources(_bare(name))
-        if not sources:
+        if not sources or len(digest) != _SHA256_DIGITS:
             unknown.append(name)
         elif any(digest == sum_ for sum_ in stored.digests(_bare(name), sources, _tensor_rank(name))):
             equal.append(name)
@@ -113,8 +115,10 @@ class _StoredModel:
                 for padded in dict.fromkeys((0, padding)):
                     whole = torch.cat([pieces[0], pieces[0].new_zeros(padded, *pieces[0].shape[1:])])
                     yield _sha256(self._part(whole, rank, 0))
+            elif _ROW_PARALLEL.search(name):
+                yield _sha256(self._part(pieces[0], rank, 1))
             else:
-                yield _sha256(self._part(pieces[0], rank, 1) if _ROW_PARALLEL.search(name) else pieces[0])
+                yield _sha256(self._rows(pieces[0], rank, name) if _COLUMN_PARALLEL.search(name) else pieces[0])
 
     def _has(self, name: str) -> bool:
         return name in self.file.specs or name in self.ties

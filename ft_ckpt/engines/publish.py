@@ -27,13 +27,18 @@ from ft_ckpt.messages import LOG
 from ft_ckpt.model.folder import open_folder
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.store import read_text
+from ft_ckpt.storage.store import Store, read_text
 from ft_ckpt.transfer.push import pull
 
 _RESUME_TRIES, _RESUME_PAUSE_SECONDS = 4, 1.0
 _LOADING = " (loading)"  # after the version of a server whose weights are being replaced
+_UNCHECKED = "the version only"
+_SHAPE_FIELDS = (  # of config.json; a server keeps those that it was started with
+    *("architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size"),
+)
 _ANY_RANK = 1 << 20  # the server knows its own limit
-_FIRST_VERSIONS = (None, "default")  # of weights that nobody has replaced since the server was started
+_FIRST_VERSION = "default"  # what vLLM and SGLang report of the weights that they were started with
 _ALIKE = 1e-4  # log probabilities nearer than this are one answer
 _NEAR = 0.1  # of log probabilities computed in bfloat16, and their reference in float32
 
@@ -66,7 +71,7 @@ class PublishReport:
     kind: str
     """"adapter" or "weights"."""
     name: str
-    """The model to ask for: the adapter's name with its version, or the name of the served base."""
+    """The model to ask for: the adapter's name with its version (on SGLang "BASE:NAME"), or the name of the base."""
     version: str
     """The version: of an adapter the part after "@"; of weights the one that servers report."""
     servers: tuple[ServerReport, ...]
@@ -103,8 +108,10 @@ class PublishOptions:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
         if not isinstance(self.keep, int) or self.keep < 0:
             raise ConfigError(f"keep={self.keep!r}: expected a number of older versions, at least 0")
-        if self.name is not None and not re.fullmatch(r"[\w.-]+", self.name):
-            raise ConfigError(f"name={self.name!r}: expected letters, digits, dots, dashes and underscores")
+        for name in ("name", "version"):
+            value = getattr(self, name)
+            if value is not None and not re.fullmatch(r"[\w.-]+", value):
+                raise ConfigError(f"{name}={value!r}: expected letters, digits, dots, dashes and underscores")
 
 
 def publish(
@@ -164,18 +171,18 @@ def publish_with(checkpoint: str | Path | Place, urls: Sequence[str], options: P
         raise ConfigError(f"{', '.join(urls) or 'no URL'}: expected one or more servers, each once")
     servers = [connect(Client(url, options.headers, options.timeout_seconds)) for url in urls]
     with _opened(open_place(checkpoint), options) as (held, record):
-        path = _seen_path(held.path / record.path, options.visible_at)
+        folder = _Folder.of(held.path / record.path, options)
         with closing(open_folder(Place(held.store, record.path), Place(held.origin, record.path))) as file:
             _refuse_misread(servers, held, record, file, options)
             if record.kind == "adapter":
-                adapter = _Adapter(_adapter_name(held, options), path, _reference(held, record, file, options))
+                adapter = _Adapter(_adapter_name(held, options), folder, _reference(held, record, file, options))
                 reports = _publish_adapter(servers, adapter, options)
                 kind, served, version = "adapter", adapter.name, adapter.name.partition("@")[2]
             else:
                 version = options.version or _weights_version(held)
-                weights = _Weights(version, path, held, file, _config_of(held, record), options)
-                reports = _publish_weights(servers, weights)
-                kind, served = "weights", servers[0].served().base
+                config = _config_in(Place(held.store, record.path).folder)
+                served, reports = _publish_weights(servers, _Weights(version, folder, held.path, file, config, options))
+                kind = "weights"
     return PublishReport(
         open_place(checkpoint).location, kind, served, version, tuple(reports), time.monotonic() - begun
     )
@@ -218,24 +225,35 @@ def _refuse_misread(
     store = Place(held.store, record.path).folder
     found = [line for engine in engines for line in findings(engine, store, file, _ANY_RANK)]
     for server in servers if record.kind == "adapter" else ():
-        if server.weight_version() in _FIRST_VERSIONS:
+        if server.weight_version() in (None, _FIRST_VERSION):
             found += base_findings(record, _own_path(server.served().base_path, options.visible_at))
     if found:
         raise LoadError(f"{held.path}: not published: {listing(list(dict.fromkeys(found)))}")
 
 
-def _seen_path(path: Path, visible_at: Mapping[str, str]) -> str:
-    """The path as the servers see it: the longest folder of `visible_at` that leads to it is replaced."""
-    path = path.absolute()
-    fitting = [folder for folder in visible_at if path.is_relative_to(Path(folder).absolute())]
-    if visible_at and not fitting:
-        raise ConfigError(
-            f"{path}: below no folder of visible_at= ({', '.join(visible_at)}); the servers do not see it"
-        )
-    if not fitting:
-        return str(path)
-    folder = max(fitting, key=len)
-    return str(Path(visible_at[folder]) / path.relative_to(Path(folder).absolute()))
+@dataclass(frozen=True)
+class _Folder:
+    """The folder to publish."""
+
+    here: Path
+    there: str  # its path as the servers see it
+
+    @classmethod
+    def of(cls, here: Path, options: PublishOptions) -> "_Folder":
+        """With the longest folder of `visible_at` that leads to it replaced."""
+        here, visible_at = here.absolute(), options.visible_at
+        fitting = [folder for folder in visible_at if here.is_relative_to(Path(folder).absolute())]
+        if visible_at and not fitting:
+            raise ConfigError(
+                f"{here}: below no folder of visible_at= ({', '.join(visible_at)}); the servers do not see it"
+            )
+        if not fitting:
+            return cls(here, str(here))
+        folder = max(fitting, key=len)
+        return cls(here, str(Path(visible_at[folder]) / here.relative_to(Path(folder).absolute())))
+
+    def __str__(self) -> str:
+        return str(self.here) if str(self.here) == self.there else f"{self.here}, for the server {self.there}"
 
 
 def _own_path(path: str | None, visible_at: Mapping[str, str]) -> str:
@@ -296,26 +314,26 @@ class _Reference:
 @dataclass(frozen=True)
 class _Adapter:
     name: str
-    path: str
+    folder: _Folder
     reference: _Reference | None  # None: answers are not compared
 
 
 def _publish_adapter(servers: Sequence[Server], adapter: _Adapter, options: PublishOptions) -> list[ServerReport]:
     """Load the adapter everywhere and compare the answers; unload it everywhere when one server fails."""
-    was_there = _on_each(servers, lambda server: adapter.name in server.served().adapters)
+    was_there = _on_each(servers, lambda server: _has_adapter(server, adapter.name))
     if problems := _problems(was_there):
         raise EngineError(f"{listing(problems)}; no adapter was loaded")
     new = [server for server, there in zip(servers, was_there, strict=True) if not there]
-    outcomes = _on_each(new, lambda server: server.load_adapter(adapter.name, adapter.path)) if new else []
+    outcomes = _on_each(new, lambda server: _load_adapter(server, adapter, options))
     checks: list[Any] = []
     if not _problems(outcomes):
         checks = _on_each(servers, lambda server: _check_adapter(server, adapter))
     if problems := _problems([*outcomes, *checks]):
-        left = _problems(_on_each(new, lambda server: server.unload_adapter(adapter.name))) if new else []
+        left = _problems(_on_each(new, lambda server: server.unload_adapter(adapter.name)))
         still = f"; {listing(left)}: it may hold {adapter.name} now" if left else ""
         raise EngineError(
-            f"{listing(problems)}; {adapter.name} (from {adapter.path}) was unloaded where it was new; older versions "
-            f"answer as before{still}"
+            f"{listing(problems)}; {adapter.name} (from {adapter.folder}) was unloaded where it was new; older "
+            f"versions answer as before{still}"
         )
     unloaded = _on_each(servers, lambda server: _unload_older(server, adapter.name, options.keep))
     if problems := _problems(unloaded):
@@ -329,20 +347,38 @@ def _publish_adapter(servers: Sequence[Server], adapter: _Adapter, options: Publ
     ]  # fmt: skip
 
 
+def _has_adapter(server: Server, name: str) -> bool:
+    """Whether it is loaded. Raises EngineError for a server that waits for full weights: it would not answer."""
+    if (server.weight_version() or "").endswith(_LOADING) or server.is_paused():
+        raise EngineError(
+            f"{server.client.url}: paused, or between two versions of its weights; if no other publish is under way, "
+            "publish full weights again"
+        )
+    return name in server.served().adapters
+
+
+def _load_adapter(server: Server, adapter: _Adapter, options: PublishOptions) -> None:
+    server.load_adapter(adapter.name, adapter.folder.there)
+    if options.version is not None:  # another adapter may have had this name, and left its states in a cache
+        server.drop_caches()
+
+
 def _check_adapter(server: Server, adapter: _Adapter) -> str:
-    """What was proved. Raises EngineError when the server does not list the adapter, or does not apply it."""
+    """The result of the checks. Raises EngineError when the server does not list the adapter, or does not apply it."""
     served, url = server.served(), server.client.url
     if adapter.name not in served.adapters:
         raise EngineError(f"{url}: {adapter.name}: not in its list of models after it was loaded")
     path = served.adapters[adapter.name]
-    if path is not None and path != adapter.path:
-        raise EngineError(f"{url}: {adapter.name}: loaded from {path}, expected {adapter.path}; give another version=")
+    if path is not None and path != adapter.folder.there:
+        raise EngineError(
+            f"{url}: {adapter.name}: loaded from {path}, expected {adapter.folder}; give another version="
+        )
     if adapter.reference is None:
         return "listed"
-    base, adapted = probe(server, served.base), probe(server, adapter.name)
-    moved = _distance(base, adapted)
     if adapter.reference.is_neutral:
         return "listed; the adapter changes nothing, so its answers prove nothing"
+    base, adapted = probe(server, served.base), probe(server, server.model_name(served.base, adapter.name))
+    moved = _distance(base, adapted)
     if moved < _ALIKE:
         raise EngineError(
             f"{url}: {adapter.name}: answers as the base does; the server does not apply it (names of its layers?), or "
@@ -360,11 +396,10 @@ def _check_adapter(server: Server, adapter: _Adapter) -> str:
 
 
 def _unload_older(server: Server, name: str, keep: int) -> tuple[str, ...]:
-    """Unload all but the `keep` newest of the other versions under the same name."""
+    """Unload all but the `keep` newest of the older versions under the same name."""
     mine = [other for other in server.served().adapters if other.partition("@")[0] == name.partition("@")[0]]
-    ordered = sorted(mine, key=_natural_order)
-    older = ordered[: ordered.index(name)] if name in ordered else []
-    gone = older[: len(older) - keep] if keep else older
+    older = sorted((other for other in mine if _natural_order(other) < _natural_order(name)), key=_natural_order)
+    gone = older[: max(0, len(older) - keep)]
     for other in gone:
         server.unload_adapter(other)
     return tuple(gone)
@@ -399,11 +434,11 @@ def _reference(
 
 @dataclass(frozen=True)
 class _Weights:
-    """Full weights to load, from an open checkpoint."""
+    """Full weights to load, from open files."""
 
     version: str
-    path: str
-    held: OpenCheckpoint
+    folder: _Folder
+    checkpoint: Path
     file: TensorFile
     config: Mapping[str, Any]
     options: PublishOptions
@@ -415,32 +450,40 @@ class _Update:
 
     server: Server
     before: str | None = None
+    base: str = ""  # the name that it serves
     base_path: str | None = None  # where it loaded its first weights from
     is_new: bool = True
-    has_begun: bool = False  # its weights may no longer be those of `before`
+    has_begun: bool = False  # its weights, or the version that it reports, may no longer be those of `before`
     paused_at: float | None = None
     paused_seconds: float = 0.0
     digests: Mapping[str, str] | None = None
-    checked: str = "the version only"
+    checked: str = _UNCHECKED
 
 
-def _publish_weights(servers: Sequence[Server], weights: _Weights) -> list[ServerReport]:
-    """Pause, load and compare everywhere, tell the version, go on; after a failure load the version before."""
+def _publish_weights(servers: Sequence[Server], weights: _Weights) -> tuple[str, list[ServerReport]]:
+    """Pause, load and compare everywhere, tell the version, go on; after a failure load the version before.
+
+    Returns the name of the served model, and a report of each server.
+    """
     updates = [_Update(server) for server in servers]
+    if problems := _problems(_on_each(updates, lambda update: _prepare(update, weights))):
+        raise EngineError(f"{listing(problems)}; nothing was loaded, all servers hold what they held before")
+    new = [update for update in updates if update.is_new]
     try:
-        problems = _problems(_on_each(updates, lambda update: _load_weights(update, weights))) or _unlike(updates)
+        problems = _problems(_on_each(new, lambda update: _load_weights(update, weights))) or _unlike(updates)
         if not problems:
-            new = [update for update in updates if update.is_new]
             problems = _problems(_on_each(new, lambda update: update.server.set_weight_version(weights.version)))
-        begun = [update for update in updates if update.has_begun] if problems else []
-        held = _on_each(begun, lambda update: _put_back(update, weights))
+        held = _put_all_back(new, weights) if problems else []
+    except BaseException:  # such as KeyboardInterrupt
+        LOG.warning("%s: publish interrupted: %s", weights.version, listing(_put_all_back(new, weights)))
+        raise
     finally:
-        paused = _problems(_on_each(updates, _resume))
+        paused = _problems(_on_each(new, _resume))
     if problems:
         raise EngineError("; ".join([*problems, *(held or ["all servers hold what they held before"]), *paused]))
     if paused:
         raise EngineError(f"{listing(paused)}; all servers hold {weights.version}")
-    return [
+    return updates[0].base, [
         ServerReport(
             update.server.client.url, f"{update.server.engine} {update.server.version}", update.before, update.is_new,
             update.checked, update.paused_seconds,
@@ -449,42 +492,62 @@ def _publish_weights(servers: Sequence[Server], weights: _Weights) -> list[Serve
     ]  # fmt: skip
 
 
+def _prepare(update: _Update, weights: _Weights) -> None:
+    """Ask the server what it holds. Raises EngineError for a model of other shapes than the served one."""
+    server = update.server
+    served = server.served()
+    update.before, update.base, update.base_path = server.weight_version(), served.base, served.base_path
+    if update.before == weights.version:
+        update.paused_at = time.monotonic()  # a publisher that was killed may have left it paused
+        _resume(update)
+        update.paused_seconds = 0.0
+        is_other = _difference(update, weights) is not None
+        is_compared = update.checked != _UNCHECKED
+        update.is_new = is_other or not (is_compared or weights.options.version is None)
+        return
+    base = _base_here(update, weights)
+    theirs = {} if base is None else _config_in(LocalStore(base))
+    for name in _SHAPE_FIELDS if theirs else ():
+        if theirs.get(name) != weights.config.get(name):
+            raise EngineError(
+                f"{server.client.url}: config.json: {name} {weights.config.get(name)} in {weights.folder}, "
+                f"{theirs.get(name)} in that of the served model, {base}; start a server with this model"
+            )
+
+
 def _load_weights(update: _Update, weights: _Weights) -> None:
     server = update.server
-    update.before, update.base_path = server.weight_version(), server.served().base_path
-    if update.before == weights.version and weights.options.version is None:
-        update.is_new = False
-        update.paused_at = time.monotonic()  # a publisher that was killed may have left it paused
-        _compare(update, weights)
-        return
     update.paused_at = time.monotonic()
     server.pause(weights.options.in_flight)
-    server.set_weight_version(weights.version + _LOADING)
     update.has_begun = True
-    server.load_weights(weights.path)
-    _compare(update, weights)
+    server.set_weight_version(weights.version + _LOADING)
+    server.load_weights(weights.folder.there)
+    if wrong := _difference(update, weights):
+        raise EngineError(wrong)
 
 
-def _compare(update: _Update, weights: _Weights) -> None:
-    """Compare the digests that the server reports with those of the files. Raises EngineError when one differs."""
+def _difference(update: _Update, weights: _Weights) -> str | None:
+    """How the digests that the server reports differ from those of the files; None if they do not."""
     server = update.server
+    update.checked = _UNCHECKED
     if weights.options.check == "listed":
-        return
+        return None
     update.digests = server.digests()
-    if update.digests is None and update.has_begun:  # some versions do not answer while they are paused
+    if update.digests == {} and update.paused_at is not None:  # some versions do not answer while they are paused
         server.resume()
         update.digests = server.digests()
         server.pause(weights.options.in_flight)
-    if update.digests is None:
-        return
+    if not update.digests:
+        return None
     found = compare_digests(update.digests, weights.file, weights.config)
     if found.different and is_known(weights.config):
-        raise EngineError(
-            f"{server.client.url}: {found.different[0]}: its SHA-256 is not that of the files in {weights.path}, as of "
-            f"{len(found.different)} of {found.total} parameters; does the server see another copy of that folder?"
+        return (
+            f"{server.client.url}: {found.different[0]}: its SHA-256 is not that of the files in {weights.folder}, as "
+            f"of {len(found.different)} of {found.total} parameters; does the server see another copy of that folder?"
         )
     if found.equal:
         update.checked = str(found)
+    return None
 
 
 def _unlike(updates: Sequence[_Update]) -> list[str]:
@@ -504,40 +567,67 @@ def _unlike(updates: Sequence[_Update]) -> list[str]:
     return found
 
 
+def _put_all_back(updates: Sequence[_Update], weights: _Weights) -> list[str]:
+    """Load what the servers held before whose update has begun; a line for each of what it holds now."""
+    return _on_each([update for update in updates if update.has_begun], lambda update: _put_back(update, weights))
+
+
 def _put_back(update: _Update, weights: _Weights) -> str:
-    """Load what the server held before; says what it holds now."""
     url, before = update.server.client.url, update.before
     try:
         with _weights_before(update, weights) as old:
             if old is None:
                 return f"{url} may hold a part of {weights.version}: where its version {before} came from is not known"
-            update.server.load_weights(old if isinstance(old, str) else old.path)
-            if isinstance(old, _Weights):
-                _compare(update, old)
-            update.server.set_weight_version(before or "default")
+            update.server.load_weights(old if isinstance(old, str) else old.folder.there)
+            if not isinstance(old, str) and (wrong := _difference(update, old)):
+                raise EngineError(wrong)
+            update.server.set_weight_version(str(before))
     except (CheckpointError, OSError) as error:
         return f"{url} may hold a part of {weights.version}, and {before} was not loaded again ({error})"
-    return f"{url} holds {before or 'what it was started with'} again"
+    return f"{url} holds {before} again"
 
 
 @contextmanager
 def _weights_before(update: _Update, weights: _Weights) -> Iterator["_Weights | str | None"]:
-    """What to load again: a checkpoint beside this one, or the path that the server was started with, or unknown."""
-    found = re.fullmatch(r"[^/]+/([^/#]+)#([0-9a-f]{16})", (update.before or "").removesuffix(_LOADING))
-    if found is None:
-        is_own = (update.before or "").endswith(_LOADING)  # of a publisher that was killed
-        yield None if is_own else update.base_path
+    """What to load again: a checkpoint near this one, or what the server was started with.
+
+    A path that the servers alone see, or None when it is not known.
+    """
+    options = weights.options
+    if update.before == _FIRST_VERSION:
+        base = _base_here(update, weights)
+        if base is None:
+            yield update.base_path
+            return
+        with closing(open_folder(open_place(base))) as file:
+            folder = _Folder(base, str(update.base_path))
+            yield _Weights(_FIRST_VERSION, folder, base, file, _config_in(LocalStore(base)), options)
         return
-    with _opened(Place(LocalStore(weights.held.path.absolute().parent), found[1]), weights.options) as (held, record):
-        if not held.identity.startswith(found[2]):
-            raise EngineError(f"{held.path}: saved again since; its manifest is not that of {update.before}")
-        path = _seen_path(held.path / record.path, weights.options.visible_at)
-        with closing(open_folder(Place(held.store, record.path), Place(held.origin, record.path))) as file:
-            yield _Weights(update.before or "", path, held, file, _config_of(held, record), weights.options)
+    found = re.fullmatch(r"([^/]+)/([^/#]+)#([0-9a-f]{16})", update.before or "")
+    if found is None:
+        yield None
+        return
+    here = weights.checkpoint.absolute().parent
+    for path in (here / found[2], here.parent / found[1] / found[2]):
+        if not path.is_dir():
+            continue
+        with _opened(open_place(path), options) as (held, record):
+            if not held.identity.startswith(found[3]):
+                continue  # of another run, or saved again since
+            folder, place = _Folder.of(held.path / record.path, options), Place(held.store, record.path)
+            with closing(open_folder(place, Place(held.origin, record.path))) as file:
+                yield _Weights(str(update.before), folder, held.path, file, _config_in(place.folder), options)
+            return
+    raise EngineError(f"it is neither in {here} nor in {here.parent / found[1]}, or was saved again since")
 
 
-def _config_of(held: OpenCheckpoint, record: PartRecord) -> dict[str, Any]:
-    store = Place(held.store, record.path).folder
+def _base_here(update: _Update, weights: _Weights) -> Path | None:
+    """The folder that the server was started with, if this machine sees it."""
+    base = Path(_own_path(update.base_path, weights.options.visible_at))
+    return base if base.is_absolute() and (base / "config.json").is_file() else None
+
+
+def _config_in(store: Store) -> dict[str, Any]:
     with damaged_input(store.where("config.json")):
         return dict(json.loads(read_text(store, "config.json")))
 

@@ -6,7 +6,7 @@ Only paths, names and plain JSON are sent: the calls for tensors take pickles. S
 those for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -42,8 +42,12 @@ class Server(Protocol):
         """The models it lists."""
         ...
 
+    def model_name(self, base: str, adapter: str) -> str:
+        """The model to ask for in a request to an adapter on the served `base`."""
+        ...
+
     def load_adapter(self, name: str, path: str) -> None:
-        """Load the adapter in the folder `path`, as the server sees it, under a new name."""
+        """Load the adapter in the folder `path`, as the server sees it; nothing happens if it has one of this name."""
         ...
 
     def unload_adapter(self, name: str) -> None:
@@ -58,6 +62,10 @@ class Server(Protocol):
         """Tell the server a version."""
         ...
 
+    def is_paused(self) -> bool:
+        """Whether generation is paused; False if the server cannot say."""
+        ...
+
     def pause(self, in_flight: str) -> None:
         """Stop generation; `in_flight` requests: "wait", "keep" or "abort"."""
         ...
@@ -70,8 +78,15 @@ class Server(Protocol):
         """Load full weights from the folder `path`, as the server sees it, in place; then drop all caches."""
         ...
 
+    def drop_caches(self) -> None:
+        """Drop the cached states of earlier prompts, where the server has a call for it."""
+        ...
+
     def digests(self) -> Mapping[str, str] | None:
-        """SHA-256 of each parameter by name, with the ranks as "tp0:..." before it; None if the server cannot say."""
+        """A sum of each parameter by name, with the ranks as "tp0:..." before it; SHA-256 in vLLM, by version in SGLang.
+
+        None if the server has no such call; empty if it does not answer it now, while it is paused.
+        """
         ...
 
 
@@ -123,6 +138,11 @@ def _version(client: Client, path: str) -> str:
     return str(found.get("version", "unknown")) if isinstance(found, dict) else "unknown"
 
 
+def _has_loaded(answer: Answer) -> bool:
+    """Whether a refusal to load an adapter says that the name is loaded already: by another publisher just now."""
+    return "already" in answer.text and "loaded" in answer.text
+
+
 def probe(server: Server, model: str) -> list[list[float]]:
     """The highest log probabilities of the first token after each of PROBE_PROMPTS, largest first."""
     found = []
@@ -162,9 +182,13 @@ class VLLM:
         base = next((each for each in models if not each.get("parent")), models[0])
         return Served(base["id"], base.get("root"), adapters)
 
+    def model_name(self, base: str, adapter: str) -> str:
+        return adapter
+
     def load_adapter(self, name: str, path: str) -> None:
         # "load_inplace" reads the disk again at each step, and a name that is used again answers from the old cache
-        self._post("/v1/load_lora_adapter", f"adapter {name!r} from {path}", {"lora_name": name, "lora_path": path})
+        body = {"lora_name": name, "lora_path": path}
+        self._post("/v1/load_lora_adapter", f"adapter {name!r} from {path}", body, passes=_has_loaded)
 
     def unload_adapter(self, name: str) -> None:
         answer = self.client.post("/v1/unload_lora_adapter", {"lora_name": name})
@@ -172,35 +196,54 @@ class VLLM:
             self.client.expect(answer, f"unloading adapter {name!r}")
 
     def weight_version(self) -> str | None:
-        answer = self.client.get("/weight_info")
-        version = answer.document.get("weight_version") if _is_object(answer) else None
-        return None if version is None else str(version)
+        return _weight_version(self.client, "/weight_info")
 
     def set_weight_version(self, version: str) -> None:
         self._post("/update_weight_version", "its version", {"new_version": version})
 
+    def is_paused(self) -> bool:
+        answer = self.client.get("/is_paused")
+        if not answer.is_absent:
+            self.client.expect(answer, "whether it is paused")
+        return _is_object(answer) and answer.document.get("is_paused") is True
+
     def pause(self, in_flight: str) -> None:
-        self.client.expect(self.client.post("/pause", mode=in_flight), "pausing")
+        self._post("/pause", "pausing", mode=in_flight)
 
     def resume(self) -> None:
-        self._post("/resume", "resuming")
+        answer = self.client.post("/resume")
+        if not answer.is_absent:  # then it cannot have been paused
+            self.client.expect(answer, "resuming")
 
     def load_weights(self, path: str) -> None:
         arguments = {"weights_path": path, "is_checkpoint_format": True}
         self._post("/collective_rpc", f"weights from {path}", {"method": "reload_weights", "kwargs": arguments})
-        self._post("/reset_prefix_cache", "dropping its prefix cache")
-        for path in ("/reset_mm_cache", "/reset_encoder_cache"):  # of models with images; others answer 404
-            answer = self.client.post(path)
-            if answer.status not in (400, 404, 405, 501):
+        self.drop_caches()
+
+    def drop_caches(self) -> None:
+        # blocks of requests that a pause has kept are dropped too, and computed again
+        for path in ("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"):
+            answer = self.client.post(path, reset_running_requests="true")
+            if not answer.is_absent:  # versions differ in these calls
                 self.client.expect(answer, f"dropping its caches ({path})")
+            if _is_object(answer) and answer.document.get("success") is False:
+                raise EngineError(f"{self.client.url}: {path}: not dropped; it would answer from the old weights")
 
     def digests(self) -> Mapping[str, str] | None:
         answer = self.client.post("/weight_checker", {"action": "checksum"})
-        found = answer.document.get("checksums") if _is_object(answer) else None
-        return dict(found) if isinstance(found, dict) and found else None
+        return _digests(self.client, answer)
 
-    def _post(self, path: str, action: str, body: Mapping[str, Any] | None = None) -> Answer:
-        answer = self.client.post(path, body)
+    def _post(
+        self,
+        path: str,
+        action: str,
+        body: Mapping[str, Any] | None = None,
+        passes: Callable[[Answer], bool] = lambda _: False,
+        **query: str,
+    ) -> Answer:
+        answer = self.client.post(path, body, **query)
+        if passes(answer):
+            return answer
         if answer.status == 404 and answer.document in (None, {"detail": "Not Found"}):
             raise EngineError(
                 f"{self.client.url}: {action}: it has no {path}; start vLLM with --enable-lora and "
@@ -209,7 +252,8 @@ class VLLM:
         return self.client.expect(answer, action)
 
 
-_SGLANG_MODES = {"wait": "retract", "keep": "in_place", "abort": "abort"}
+# Requests that are retracted are computed again from their tokens; "in_place" would keep the cache of the old weights
+_SGLANG_MODES = {"wait": "retract", "keep": "retract", "abort": "abort"}
 
 
 @dataclass(frozen=True)
@@ -226,24 +270,26 @@ class SGLang:
         base = next((each for each in models if not each.get("parent")), models[0])
         return Served(base["id"], base.get("root"), adapters)
 
+    def model_name(self, base: str, adapter: str) -> str:
+        return f"{base}:{adapter}"  # a name without a colon is answered by the base
+
     def load_adapter(self, name: str, path: str) -> None:
-        self._post("/load_lora_adapter", f"adapter {name!r} from {path}", {"lora_name": name, "lora_path": path})
+        body = {"lora_name": name, "lora_path": path}
+        self._post("/load_lora_adapter", f"adapter {name!r} from {path}", body, passes=_has_loaded)
 
     def unload_adapter(self, name: str) -> None:
         if name in self.served().adapters:
             self._post("/unload_lora_adapter", f"unloading adapter {name!r}", {"lora_name": name})
 
     def weight_version(self) -> str | None:
-        for path in ("/get_weight_version", "/model_info", "/get_model_info"):
-            answer = self.client.get(path)
-            version = answer.document.get("weight_version") if _is_object(answer) else None
-            if version is not None:
-                return str(version)
-        return None
+        return _weight_version(self.client, "/get_weight_version", "/model_info", "/get_model_info")
 
     def set_weight_version(self, version: str) -> None:
         body = {"new_version": version, "abort_all_requests": False}
         self._post("/update_weight_version", "its version", body)
+
+    def is_paused(self) -> bool:
+        return False
 
     def pause(self, in_flight: str) -> None:
         self._post("/pause_generation", "pausing", {"mode": _SGLANG_MODES[in_flight]})
@@ -255,27 +301,63 @@ class SGLang:
         body = {"model_path": path, "flush_cache": True, "abort_all_requests": False, "keep_pause": True}
         self._post("/update_weights_from_disk", f"weights from {path}", body)
 
+    def drop_caches(self) -> None:
+        """The load of weights does it, and the cache of adapters is keyed by the load, not by the name."""
+
     def digests(self) -> Mapping[str, str] | None:
         answer = self.client.post("/weights_checker", {"action": "checksum"})
-        found = dict(_digests_in(answer.document)) if _is_object(answer) else {}
-        return found or None
+        return None if answer.status == 400 else _digests(self.client, answer)  # 400: it has other actions only
 
-    def _post(self, path: str, action: str, body: Mapping[str, Any] | None = None) -> Answer:
-        answer = self.client.expect(self.client.post(path, body), action)
-        found = answer.document
+    def _post(
+        self,
+        path: str,
+        action: str,
+        body: Mapping[str, Any] | None = None,
+        passes: Callable[[Answer], bool] = lambda _: False,
+    ) -> Answer:
+        answer = self.client.post(path, body)
+        if passes(answer):
+            return answer
+        found = self.client.expect(answer, action).document
         if isinstance(found, dict) and found.get("success") is False:
             raise EngineError(f"{self.client.url}: {action}: refused: {answer.quoted}")
         return answer
 
 
-def _digests_in(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The SHA-256 sums by name at any depth: each rank answers with an object of its own."""
+def _weight_version(client: Client, *paths: str) -> str | None:
+    """The version that the first of `paths` gives; None if the server has none of them."""
+    for path in paths:
+        answer = client.get(path)
+        if answer.is_absent:
+            continue
+        found = client.expect(answer, "the version of its weights").document
+        version = found.get("weight_version") if isinstance(found, dict) else None
+        if version is not None:
+            return str(version)
+    return None
+
+
+def _digests(client: Client, answer: Answer) -> dict[str, str] | None:
+    if answer.is_absent or answer.status == 409:
+        return None if answer.is_absent else {}
+    found = dict(_digests_in(client.expect(answer, "the digests of its parameters").document))
+    if not found:
+        raise EngineError(f"{client.url}: the digests of its parameters: none in its answer: {answer.quoted}")
+    return found
+
+
+def _digests_in(value: Any, ranks: str = "") -> Iterator[tuple[str, str]]:
+    """The sums below "checksums" at any depth, by name: the ranks of SGLang answer with an object each."""
     if isinstance(value, list):
         for rank, each in enumerate(value):
             yield from _digests_in(each, f"tp{rank}:")
     elif isinstance(value, dict):
-        for name, each in value.items():
-            if isinstance(each, str) and len(each) == 64 and set(each.lower()) <= set("0123456789abcdef"):
-                yield f"{prefix}{name}", each.lower()
-            else:
-                yield from _digests_in(each, prefix)
+        place = value.get("parallelism_info")
+        if isinstance(place, dict):
+            ranks = "".join(f"{kind}{place.get(f'{kind}_rank', 0)}:" for kind in ("dp", "pp", "tp"))
+        sums = value.get("checksums")
+        if isinstance(sums, dict):
+            yield from ((f"{ranks}{name}", digest.lower()) for name, digest in sums.items() if isinstance(digest, str))
+        else:
+            for each in value.values():
+                yield from _digests_in(each, ranks)
