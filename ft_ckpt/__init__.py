@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ft_ckpt.closure import checkpoint_closure
     from ft_ckpt.config import SaverConfig
     from ft_ckpt.engines.export import export
+    from ft_ckpt.engines.follow import PendingPublish
     from ft_ckpt.engines.preflight import check_for
     from ft_ckpt.engines.publish import PublishReport, publish
     from ft_ckpt.model.average import average
@@ -40,6 +41,7 @@ __all__ = [
     "Every",
     "Keep",
     "LoadReport",
+    "PendingPublish",
     "PendingPush",
     "PendingSave",
     "Place",
@@ -78,6 +80,7 @@ _HOME = {
     "Every": "ft_ckpt.schedule",
     "Keep": "ft_ckpt.retention",
     "LoadReport": "ft_ckpt.model.load_weights",
+    "PendingPublish": "ft_ckpt.engines.follow",
     "PendingPush": "ft_ckpt.transfer.push",
     "PendingSave": "ft_ckpt.saving.background",
     "Place": "ft_ckpt.storage.place",

@@ -29,9 +29,11 @@ def publish_goal(given: str | Sequence[str] | Mapping[str, Any]) -> tuple[list[s
 
     Raises ConfigError for anything else.
     """
-    options = dict(given) if isinstance(given, Mapping) else {"url": given}
+    options: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"url": given}
     urls = options.pop("url", None)
     urls = [urls] if isinstance(urls, str) else list(urls or ())
+    if options.get("stage") is not None:
+        options["stage"] = Path(options["stage"])
     try:
         found = PublishOptions(**options)
     except TypeError:

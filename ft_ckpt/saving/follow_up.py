@@ -1,4 +1,4 @@
-"""The steps after a commit: retention, upload, push, callbacks; the priority of background threads.
+"""The steps after a commit: retention, upload, push, publish, callbacks; the priority of background threads.
 
 All of it is done where the save was finished, in its thread for one in the background, and in this order. Nothing of it
 fails a save: the checkpoint is there.
@@ -16,6 +16,7 @@ from functools import partial
 
 from ft_ckpt.checkpoint.run_places import RunPlaces
 from ft_ckpt.config import SaverConfig
+from ft_ckpt.engines.follow import Publisher, publish_goal
 from ft_ckpt.messages import warn
 from ft_ckpt.saving.execute import SaveReport
 from ft_ckpt.storage.place import Place
@@ -55,6 +56,7 @@ class FollowUp:
     hooks: tuple[SaveHook, ...] = ()
     uploads: RunUploads | None = None
     pushes: list[PendingPush] = field(default_factory=list)
+    publisher: Publisher | None = None
 
     def plan(
         self,
@@ -64,6 +66,7 @@ class FollowUp:
         terms: UploadTerms | None = None,
         push_to: str | Place | None = None,
         base_id: str | None = None,
+        publishes: bool = False,
     ) -> AfterSave:
         """What to do after one save; on a rank that does not lead nothing is sent and no function called."""
 
@@ -77,6 +80,8 @@ class FollowUp:
                 push = begin_push(report.place, push_to, PushOptions(base_id=base_id))
                 self.pushes.append(push)
                 report = replace(report, push=push)
+            if leads and publishes and self.publisher is not None:
+                report = replace(report, publish=self.publisher.begin(report.place))
             for hook in self.hooks if leads else ():
                 _call_hook(hook, report)
             return report
@@ -84,8 +89,10 @@ class FollowUp:
         return follow
 
     def end_pushes(self, *, wait: bool) -> None:
-        """Wait for all pushes, or name those that have not ended, which go on until the process ends."""
+        """Wait for all pushes and publishes, or name those that have not ended, which go on until the process ends."""
         (wait_for_pushes if wait else warn_of_unpushed)(self.pushes)
+        if self.publisher is not None:
+            self.publisher.end(wait_for=wait)
 
 
 def make_follow_up(on_saved: SaveHook | Iterable[SaveHook] | None, places: RunPlaces, config: SaverConfig) -> FollowUp:
@@ -94,7 +101,8 @@ def make_follow_up(on_saved: SaveHook | Iterable[SaveHook] | None, places: RunPl
     if places.directory is not None and places.staging is not None:
         give_way = partial(yield_to_training, low_io=config.io_priority == "low")
         uploads = RunUploads(places.staging, places.directory, give_way)
-    return FollowUp(hooks_of(on_saved), uploads)
+    publisher = None if config.publish is None else Publisher(*publish_goal(config.publish))
+    return FollowUp(hooks_of(on_saved), uploads, publisher=publisher)
 
 
 def _call_hook(hook: SaveHook, report: SaveReport) -> None:
