@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -66,7 +67,7 @@ class Client:
             is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:  # of a port
             is_address = False
-        if not is_address or parts.query or parts.fragment or not self.url.isascii() or not self.url.isprintable():
+        if not is_address or parts.query or parts.fragment or not re.fullmatch(r"[!-~]+", self.url):
             raise ConfigError(f"{self.url}: expected the address of a server, such as http://127.0.0.1:8000")
         if parts.username or parts.password:
             raise ConfigError(f"{self.url}: a password in a URL is logged; give it in headers=, or {TOKEN_VARIABLE}")

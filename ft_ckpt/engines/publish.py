@@ -608,7 +608,7 @@ def _weights_before(update: _Update, weights: _Weights) -> Iterator["_Weights | 
         yield None
         return
     here = weights.checkpoint.absolute().parent
-    for path in (here / found[2], here.parent / found[1] / found[2]):
+    for path in (here / found[2], *(folder / found[1] / found[2] for folder in here.parents[:2])):
         if not path.is_dir():
             continue
         with _opened(open_place(path), options) as (held, record):
@@ -618,7 +618,7 @@ def _weights_before(update: _Update, weights: _Weights) -> Iterator["_Weights | 
             with closing(open_folder(place, Place(held.origin, record.path))) as file:
                 yield _Weights(str(update.before), folder, held.path, file, _config_in(place.folder), options)
             return
-    raise EngineError(f"it is neither in {here} nor in {here.parent / found[1]}, or was saved again since")
+    raise EngineError(f"it is neither in {here} nor in a run {found[1]!r} beside it, or was saved again since")
 
 
 def _base_here(update: _Update, weights: _Weights) -> Path | None:

@@ -83,7 +83,7 @@ class Server(Protocol):
         ...
 
     def digests(self) -> Mapping[str, str] | None:
-        """A sum of each parameter by name, with the ranks as "tp0:..." before it; SHA-256 in vLLM, by version in SGLang.
+        """A sum of each parameter by name, with the ranks as "tp0:..." before it: SHA-256 in vLLM, others in SGLang.
 
         None if the server has no such call; empty if it does not answer it now, while it is paused.
         """

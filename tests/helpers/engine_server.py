@@ -76,7 +76,7 @@ class Engine:
     "ignores adapters" (answers of the base), "own head" (a tied head is held apart, as in a pipeline), "old head" (a
     reload keeps the head), "wrong digests", "no digests",
     "no digests while paused", "unlisted" (a loaded adapter is not listed), "redirects" (to `elsewhere`), "no dev mode",
-    "sha256" (SGLang: the digests of versions that use SHA-256).
+    "sha256" (SGLang: the digests of versions that use SHA-256), "once" (traits of a reload pass with the first one).
     """
 
     base: Path
@@ -135,6 +135,10 @@ class Engine:
         """SHA-256 by rank and name."""
         return {name: _sha256(tensor) for name, tensor in self.shards.items()}
 
+    def sums_of(self, path: str) -> dict[str, str]:
+        """The checksums after `path` was loaded."""
+        return {name: _sha256(tensor) for name, tensor in self._read(path).items()}
+
     # Files
 
     def _read(self, path: str) -> dict[str, Tensor]:
@@ -161,7 +165,10 @@ class Engine:
             names = names[: len(names) // 2]
         self.shards.update({name: new[name] for name in names})
         self.held = path if len(names) == len(new) else ""
-        if "half update" in self.traits:
+        fails = "half update" in self.traits
+        if "once" in self.traits:
+            self.traits -= {"half update", "silent half", "old head", "once"}
+        if fails:
             raise _Refusal(500, "CUDA out of memory. Tried to allocate 2.00 GiB")
 
     def load_adapter(self, name: str, path: str) -> None:
@@ -422,6 +429,11 @@ def _unload_adapter(engine: Engine, request: Request) -> Any:
     return f"Success: LoRA adapter '{name}' removed successfully."
 
 
+def _reset_prefix_cache(engine: Engine, _: Request) -> Any:
+    engine.first_digests = {name: each.digest for name, each in engine.adapters.items()}
+    return {"success": True}
+
+
 def _collective(engine: Engine, request: Request) -> Any:
     assert request.body["method"] == "reload_weights"
     assert request.body["kwargs"]["is_checkpoint_format"] is True
@@ -493,7 +505,7 @@ _ROUTES: dict[str, dict[tuple[str, str], Callable[[Engine, Request], Any]]] = {
         ("POST", "/collective_rpc"): _collective,
         ("POST", "/weight_checker"): _weight_checker,
         ("GET", "/weight_info"): lambda engine, _: {"weight_version": engine.weight_version},
-        ("POST", "/reset_prefix_cache"): lambda *_: {"success": True},
+        ("POST", "/reset_prefix_cache"): _reset_prefix_cache,
         ("POST", "/reset_mm_cache"): lambda *_: "",
         ("POST", "/reset_encoder_cache"): lambda *_: "",
     },
