@@ -2,13 +2,14 @@
 
 import dataclasses
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.cli import views
 from ft_ckpt.cli.files import print_conversion, refuse_existing
 from ft_ckpt.cli.options import add_force, add_json, bounded, print_lines
+from ft_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
     from ft_ckpt.engines.publish import PublishReport
@@ -24,7 +25,7 @@ def add_publish(parser: ArgumentParser) -> None:
     parser.add_argument("--as", choices=("adapter", "weights"), default="auto", dest="kind", help="Which of both.")
     parser.add_argument("--part", metavar="NAME", help="One of several parts of the checkpoint.")
     parser.add_argument(
-        "--visible-at", action="append", type=_pair, metavar="LOCAL=SERVER", default=[],
+        "--visible-at", action="append", metavar="LOCAL=SERVER", default=[],
         help="Path at which the servers see a folder of this machine; may be repeated.",
     )  # fmt: skip
     parser.add_argument("--stage", type=Path, metavar="FOLDER", help="Folder that servers see, for one in a bucket.")
@@ -42,7 +43,7 @@ def add_publish(parser: ArgumentParser) -> None:
     parser.add_argument("--check", choices=("all", "listed"), default="all", help="What to compare (default: all).")
     parser.add_argument("--base", help="Base of the adapter: compare the answers with those of transformers and PEFT.")
     parser.add_argument(
-        "--header", action="append", type=_pair, metavar="NAME=VALUE", default=[],
+        "--header", action="append", metavar="NAME=VALUE", default=[],
         help="Header of each request; FT_CKPT_ENGINE_TOKEN is sent as a bearer token without it.",
     )  # fmt: skip
     parser.add_argument(
@@ -56,11 +57,11 @@ def add_publish(parser: ArgumentParser) -> None:
     parser.set_defaults(run=_publish)
 
 
-def _pair(text: str) -> tuple[str, str]:
-    name, mark, value = text.partition("=")
-    if not (mark and name and value):
-        raise ArgumentTypeError("expected NAME=VALUE")  # without the text: it may be a token
-    return name, value
+def _pairs(option: str, given: list[str]) -> dict[str, str]:
+    found = {name: value for name, mark, value in (text.partition("=") for text in given) if mark and name and value}
+    if len(found) < len(given):
+        raise ConfigError(f"{option}: expected NAME=VALUE, each name once")  # without the text: it may be a token
+    return found
 
 
 def _publish(options: Namespace) -> None:
@@ -72,8 +73,9 @@ def _publish(options: Namespace) -> None:
 
     how = PublishOptions(
         name=options.name, version=options.version, kind=options.kind, part=options.part, stage=options.stage,
-        visible_at=dict(options.visible_at), keep=options.keep, in_flight=options.in_flight, check=options.check,
-        base=options.base, headers=dict(options.header), timeout_seconds=options.timeout,
+        visible_at=_pairs("--visible-at", options.visible_at), keep=options.keep,
+        in_flight=options.in_flight, check=options.check, base=options.base, timeout_seconds=options.timeout,
+        headers=_pairs("--header", options.header),
     )  # fmt: skip
     if not options.follow:
         _print_report(publish_with(options.checkpoint, options.urls, how), as_json=options.as_json)

@@ -139,7 +139,8 @@ class _Follower:
     on_trouble: Callable[[str], object]
     settled: set[tuple[str, str]] = field(default_factory=set)  # published, skipped, or older than those
     seen: set[tuple[str, str]] = field(default_factory=set)
-    told: set[str] = field(default_factory=set)
+    skipped: set[str] = field(default_factory=set)  # what was told of checkpoints that are skipped
+    outages: set[str] = field(default_factory=set)  # what was told of errors that may pass, since the last publish
     refusals: dict[tuple[str, str], int] = field(default_factory=dict)
     published: int = 0
     open_error: CheckpointError | None = None  # of the newest checkpoint, which is tried again
@@ -149,10 +150,10 @@ class _Follower:
         try:
             listed = list_checkpoints(self.run)
         except CheckpointError as error:
-            self.tell(f"{error}; trying again")
+            self.tell_once(f"{error}; trying again", self.outages)
             return False
         for path, problem in listed.damaged.items():
-            self.tell(f"{path}: skipped: {problem}")
+            self.tell_once(f"{path}: skipped: {problem}", self.skipped)
         infos = [info for info in listed.found if not info.manifest.made_from]
         new = {_key(info) for info in infos} - self.seen
         self.seen |= new
@@ -175,7 +176,7 @@ class _Follower:
             self.settled |= {_key(each) for each in infos[: infos.index(info) + 1]}
             self.published += 1
             self.open_error = None
-            self.told.clear()
+            self.outages.clear()
             self.on_published(report)
 
     def retry(self, info: CheckpointInfo, error: CheckpointError) -> None:
@@ -184,12 +185,12 @@ class _Follower:
         if refusals >= _MOST_REFUSALS:
             self.skip(info, error)
         else:
-            self.tell(f"{error}; trying again")
+            self.tell_once(f"{error}; trying again", self.outages)
 
     def skip(self, info: CheckpointInfo, error: CheckpointError) -> None:
         self.settled.add(_key(info))
         self.open_error = error
-        self.tell(f"{info.path}: skipped: {error}")
+        self.tell_once(f"{info.path}: skipped: {error}", self.skipped)
 
     def all_answer(self) -> bool:
         try:
@@ -199,9 +200,9 @@ class _Follower:
             return False
         return True
 
-    def tell(self, text: str) -> None:
-        if text not in self.told:
-            self.told.add(text)
+    def tell_once(self, text: str, told: set[str]) -> None:
+        if text not in told:
+            told.add(text)
             self.on_trouble(text)
 
 
