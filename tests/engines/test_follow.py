@@ -16,6 +16,7 @@ import torch
 from conftest import EngineFiles
 from engine_models import base_model, tokenizer, with_adapter
 from engine_server import Engine, serving
+from launch import run_cases
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
@@ -326,3 +327,14 @@ def test_saver_publish_saves_first(files: EngineFiles, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"nam.*expected some of"):
             saver.publish(model, engine.url, tmp_path / "run/fourth", nam="policy")
         assert not (tmp_path / "run/fourth").exists()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    found: dict[str, str] = run_cases("served", ["saver_publish", "setting"], tmp_path_factory.mktemp("served"))
+    return found
+
+
+@pytest.mark.parametrize("case", ["saver_publish", "setting"])
+def test_on_two_ranks(outcomes: dict[str, str], case: str) -> None:
+    assert outcomes[case] == ""
