@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ft_ckpt.errors import listing
 from ft_ckpt.formats.layout import TensorFile
 
 KNOWN_MODELS = frozenset({
@@ -37,13 +38,15 @@ class Comparison:
     equal: tuple[str, ...]
     different: tuple[str, ...]  # names with a rule whose digest is another one
     without_rule: tuple[str, ...]  # names without a rule, or with a sum that is not SHA-256
+    unused: tuple[str, ...]  # stored tensors that are in no parameter: the engine has dropped them
 
     @property
     def total(self) -> int:
         return len(self.equal) + len(self.different) + len(self.without_rule)
 
     def __str__(self) -> str:
-        return f"{len(self.equal)} of {self.total} parameters equal to the files"
+        dropped = f"; {listing(list(self.unused), ', ', 3)}: in none of them" if self.unused else ""
+        return f"{len(self.equal)} of {self.total} parameters equal to the files{dropped}"
 
 
 def compare_digests(found: Mapping[str, str], file: TensorFile, config: Mapping[str, Any]) -> Comparison:
@@ -56,15 +59,18 @@ def compare_digests(found: Mapping[str, str], file: TensorFile, config: Mapping[
     size = 1 + max((_tensor_rank(name) for name in found), default=0)
     stored = _StoredModel(file, config, size)
     equal, different, unknown = [], [], []
+    unused = {name for name in file.specs if not name.endswith("rotary_emb.inv_freq")}
+    unused -= {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
     for name, digest in found.items():
         sources = stored.sources(_bare(name))
+        unused.difference_update(stored.ties.get(source, source) for source in sources)
         if not sources or len(digest) != _SHA256_DIGITS:
             unknown.append(name)
         elif any(digest == sum_ for sum_ in stored.digests(_bare(name), sources, _tensor_rank(name))):
             equal.append(name)
         else:
             different.append(name)
-    return Comparison(tuple(equal), tuple(different), tuple(unknown))
+    return Comparison(tuple(equal), tuple(different), tuple(unknown), tuple(sorted(unused)))
 
 
 def is_known(config: Mapping[str, Any]) -> bool:

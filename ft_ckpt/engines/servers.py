@@ -93,9 +93,11 @@ class Server(Protocol):
 def connect(client: Client) -> Server:
     """The server at an address, by what it says of itself.
 
-    Raises EngineError when nothing answers, ConfigError for a server that cannot be published to.
+    Raises EngineError when nothing answers, or refuses now, ConfigError for a server that cannot be published to.
     """
     models = client.get("/v1/models")
+    if not models.is_absent:
+        client.expect(models, "its list of models")
     listed = models.document if models.is_success else None
     entries = listed.get("data") if isinstance(listed, dict) else None
     owners = {str(each.get("owned_by", "")).lower() for each in entries or () if isinstance(each, dict)}
@@ -212,7 +214,7 @@ class VLLM:
 
     def resume(self) -> None:
         answer = self.client.post("/resume")
-        if not answer.is_absent:  # then it cannot have been paused
+        if not answer.is_absent or self.is_paused():  # without the calls it cannot have been paused
             self.client.expect(answer, "resuming")
 
     def load_weights(self, path: str) -> None:

@@ -72,7 +72,7 @@ def test_the_token_is_sent_and_never_shown() -> None:
         assert "denied" in answer.quoted
         with pytest.raises(EngineError, match="refused: 401 denied") as raised:
             client.expect(answer, "pausing")
-        with pytest.raises(ConfigError, match="401") as unknown:
+        with pytest.raises(EngineError, match="its list of models: refused: 401") as unknown:
             connect(client)
     for text in (str(raised.value), str(unknown.value), repr(client), repr(answer), answer.quoted):
         assert TOKEN not in text

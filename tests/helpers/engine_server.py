@@ -74,7 +74,7 @@ class Engine:
     `traits`: "stale names" (an adapter loaded under a used name answers as its first), "cached weights" (a reload keeps
     the old ones), "half update" (a reload fails in the middle), "silent half" (it stops there and says nothing),
     "ignores adapters" (answers of the base), "own head" (a tied head is held apart, as in a pipeline), "old head" (a
-    reload keeps the head), "wrong digests", "no digests",
+    reload keeps the head), "wrong digests", "no digests", "fewer digests" (none of the fourth layer),
     "no digests while paused", "unlisted" (a loaded adapter is not listed), "redirects" (to `elsewhere`), "no dev mode",
     "sha256" (SGLang: the digests of versions that use SHA-256), "once" (traits of a reload pass with the first one).
     """
@@ -406,6 +406,8 @@ def _sums(engine: Engine) -> dict[str, str]:
     if "no digests while paused" in engine.traits and engine.is_paused:
         raise _Refusal(409, "Cannot compute checksums while the engine is paused", "Conflict")
     found = engine.checksums()
+    if "fewer digests" in engine.traits:
+        found = {name: digest for name, digest in found.items() if ".layers.3." not in name}
     if "wrong digests" in engine.traits:
         found = {name: hashlib.sha256(digest.encode()).hexdigest() for name, digest in found.items()}
     return found
