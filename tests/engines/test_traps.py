@@ -521,8 +521,10 @@ def test_a_fault_at_every_request(kind: str, what: str, how: str | int, count: i
     assert every_request(files, kind, what, how, count, range(1, TRIES)) > 10
 
 
-@pytest.mark.parametrize("what", ["adapter", "weights"])
-@pytest.mark.parametrize(("how", "number"), [("close", 6), ("close after", 7), (500, 8), (404, 10)])
+@pytest.mark.parametrize(
+    ("what", "how", "number"),
+    [("adapter", "close after", 6), ("weights", "close", 7), ("weights", "close after", 12), ("weights", 404, 13)],
+)
 def test_a_fault_at_a_request(what: str, how: str | int, number: int, files: EngineFiles) -> None:
     every_request(files, "vllm", what, how, 1, range(number, number + 1))
 
@@ -597,6 +599,5 @@ def test_a_kill_at_every_request(
     assert kill_at(files, publisher, kind, what, late, range(1, TRIES)) > 10
 
 
-@pytest.mark.parametrize(("what", "number"), [("weights", 7), ("weights", 12), ("adapter", 8)])
-def test_a_kill_at_a_request(what: str, number: int, files: EngineFiles, publisher: Callable[..., int]) -> None:
-    kill_at(files, publisher, "vllm", what, True, range(number, number + 1))
+def test_a_kill_at_a_request(files: EngineFiles, publisher: Callable[..., int]) -> None:
+    kill_at(files, publisher, "vllm", "weights", True, range(7, 8))  # when the weights are loaded

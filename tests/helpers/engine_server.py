@@ -97,6 +97,7 @@ class Engine:
     shards: dict[str, Tensor] = field(default_factory=dict)
     first_digests: dict[str, str] = field(default_factory=dict)
     held: str = ""  # the folder that the weights came from; "" after half an update
+    summed: tuple[tuple[int, ...], str] | None = None
     during_pause: list[str] = field(default_factory=list)  # completions that were asked for while paused
 
     def __post_init__(self) -> None:
@@ -138,6 +139,13 @@ class Engine:
     def sums_of(self, path: str) -> dict[str, str]:
         """The checksums after `path` was loaded."""
         return {name: _sha256(tensor) for name, tensor in self._read(path).items()}
+
+    def _digest_of_weights(self) -> str:
+        """One sum of all parameters, computed again when one was replaced."""
+        key = tuple(map(id, self.shards.values()))
+        if self.summed is None or self.summed[0] != key:
+            self.summed = (key, "".join(self.checksums().values()))
+        return self.summed[1]
 
     # Files
 
@@ -194,7 +202,7 @@ class Engine:
 
     def log_probabilities(self, adapter: str | None, prompt: Any) -> list[float]:
         """Five numbers, largest first, of the weights, the adapter and the prompt."""
-        weights = "".join(self.checksums().values())
+        weights = self._digest_of_weights()
         applied = ""
         if adapter is not None and "ignores adapters" not in self.traits:
             applied = self.adapters[adapter].digest
