@@ -9,6 +9,7 @@ those of dense decoders (vLLM's `QKVParallelLinear`, `MergedColumnParallelLinear
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ _VOCABULARY = re.compile(r"(^|\.)(embed_tokens|lm_head)\.weight$")
 _RANK = re.compile(r"^(?:[a-z]+\d+:)+")
 _VOCABULARY_PADDING = 64
 _SHA256_DIGITS = 64
+_THREADS = 4  # each with one parameter in memory
 _DTYPES = ("bfloat16", "float16", "float32")  # that an engine may compute in, after the file's own
 
 
@@ -58,18 +60,26 @@ def compare_digests(found: Mapping[str, str], file: TensorFile, config: Mapping[
     """
     size = 1 + max((_tensor_rank(name) for name in found), default=0)
     stored = _StoredModel(file, config, size)
-    equal, different, unknown = [], [], []
+    equal: list[str] = []
+    different: list[str] = []
+    unknown: list[str] = []
     unused = {name for name in file.specs if not name.endswith("rotary_emb.inv_freq")}
     unused -= {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
+
+    def is_equal(name: str, sources: Sequence[str]) -> bool:
+        return any(found[name] == sum_ for sum_ in stored.digests(_bare(name), sources, _tensor_rank(name)))
+
+    ruled: dict[str, list[str]] = {}
     for name, digest in found.items():
         sources = stored.sources(_bare(name))
         unused.difference_update(stored.ties.get(source, source) for source in sources)
-        if not sources or len(digest) != _SHA256_DIGITS:
-            unknown.append(name)
-        elif any(digest == sum_ for sum_ in stored.digests(_bare(name), sources, _tensor_rank(name))):
-            equal.append(name)
+        if sources and len(digest) == _SHA256_DIGITS:
+            ruled[name] = sources
         else:
-            different.append(name)
+            unknown.append(name)
+    with ThreadPoolExecutor(_THREADS) as pool:  # the server is paused meanwhile
+        for name, verdict in zip(ruled, pool.map(is_equal, ruled, ruled.values()), strict=True):
+            (equal if verdict else different).append(name)
     return Comparison(tuple(equal), tuple(different), tuple(unknown), tuple(sorted(unused)))
 
 
