@@ -84,13 +84,13 @@ class Publisher:
     def begin(self, place: Place) -> PendingPublish:
         """Publish the checkpoint at `place`, leased from now on. An error is a warning, and raised from the handle."""
         pending = PendingPublish(place.location, self.urls, Future())
-        self._pending = [*(each for each in self._pending if not each.done), pending]
         stack = ExitStack()
         try:
             stack.enter_context(open_checkpoint(place, compares=False))
         except Exception as error:  # noqa: BLE001 - raised from the handle
             self._end_failed(pending, error)
             return pending
+        self._pending = [*(each for each in self._pending if not each.done), pending]
 
         def publish_held() -> None:
             report = None
@@ -120,12 +120,12 @@ class Publisher:
             warn(f"{listing([str(each.path) for each in left])}: not published yet", stacklevel=3)
 
     def _end_failed(self, pending: PendingPublish, error: BaseException) -> None:
+        pending.future.set_exception(error)
         warn(
             f"{pending.path}: not published: {error}; training goes on, `ft-ckpt publish {pending.path} "
             f"{' '.join(pending.urls)}` does it again",
             stacklevel=3,
         )
-        pending.future.set_exception(error)
 
 
 @dataclass(eq=False)

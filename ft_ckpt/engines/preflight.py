@@ -30,6 +30,7 @@ _MERGE = "merge it (`ft-ckpt merge`) and publish full weights"
 _EXPORT = "convert it (`ft-ckpt export ADAPTER OUT --for vllm`)"
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
+_PATTERNS = ("rank_pattern", "alpha_pattern")
 _INNER, _OUTER = ".lora_A.weight", ".lora_B.weight"
 _PREFIX = "base_model.model."  # PEFT's
 _UNREAD = (  # fields of LoRA variants that engines neither read nor apply
@@ -65,10 +66,16 @@ def findings(engine: str, store: Store, file: TensorFile, max_lora_rank: int = M
         return
     if not any(each.name.startswith("adapter_model.") for each in store.list()):
         yield "adapter_model.safetensors: missing; expected beside adapter_config.json"
-    for field in ("rank_pattern", "alpha_pattern"):
+    for field in _PATTERNS:
         if settings.get(field):
             yield f"{field}: set, and read by few versions of {engine}: others scale wrongly without a word; {_EXPORT}"
     yield from adapter_findings(settings, file, max_lora_rank)
+
+
+def needs_export(store: Store) -> bool:
+    """Whether the folder has an adapter with patterns, which `export` folds into the matrices."""
+    settings = _settings(store, "adapter_config.json") or {}
+    return any(settings.get(field) for field in _PATTERNS)
 
 
 def adapter_findings(settings: Mapping[str, Any], file: TensorFile, max_lora_rank: int) -> Iterator[str]:
@@ -138,7 +145,7 @@ def _rank_findings(settings: Mapping[str, Any], most: int) -> Iterator[str]:
     for field, alpha in {"lora_alpha": settings.get("lora_alpha", 8), **alphas}.items():
         if not is_number(alpha):
             yield f"{field}: {alpha}, expected a number; use another copy"
-    for key in (key for field in ("rank_pattern", "alpha_pattern") for key, _ in _pattern(settings, field)):
+    for key in (key for field in _PATTERNS for key, _ in _pattern(settings, field)):
         if not _is_expression(key):
             yield f"rank_pattern, alpha_pattern: {key!r} is no regular expression; use another copy"
 

@@ -11,15 +11,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint.manifest import PartRecord
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.engines.client import Client
 from ft_ckpt.engines.expected import compare_digests, is_known
-from ft_ckpt.engines.preflight import base_findings, findings
+from ft_ckpt.engines.export import export
+from ft_ckpt.engines.preflight import base_findings, findings, needs_export
 from ft_ckpt.engines.servers import Server, connect, probe
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, EngineError, LoadError, damaged_input, listing
 from ft_ckpt.formats.layout import TensorFile
@@ -149,7 +150,8 @@ def publish(
 
     `kind`: "adapter", "weights", or "auto" by what the checkpoint holds; `part`: one of several parts. `visible_at`:
     the path at which the servers see a folder of this machine, as in {"/mnt/runs": "/data/runs"}. `stage`: a folder
-    that servers see, into which a checkpoint in a bucket is pulled; by default the cache. `headers` are sent with each
+    that servers see, into which a checkpoint in a bucket is pulled (by default the cache), and an adapter exported that
+    the engine would misread otherwise (see `export`; by default it is refused). `headers` are sent with each
     request; without an Authorization among them the environment variable FT_CKPT_ENGINE_TOKEN is sent as bearer token.
 
     Raises ConfigError for arguments or servers that cannot be, NotACheckpointError or CorruptError for the checkpoint,
@@ -170,7 +172,7 @@ def publish_with(checkpoint: str | Path | Place, urls: Sequence[str], options: P
     if not urls or len({*urls}) < len(urls):
         raise ConfigError(f"{', '.join(urls) or 'no URL'}: expected one or more servers, each once")
     servers = [connect(Client(url, options.headers, options.timeout_seconds)) for url in urls]
-    with _opened(open_place(checkpoint), options) as (held, record):
+    with _exported(open_place(checkpoint), servers, options) as (held, record, options):
         folder = _Folder.of(held.path / record.path, options)
         with closing(open_folder(Place(held.store, record.path), Place(held.origin, record.path))) as file:
             _refuse_misread(servers, held, record, file, options)
@@ -189,6 +191,23 @@ def publish_with(checkpoint: str | Path | Place, urls: Sequence[str], options: P
 
 
 # The checkpoint
+
+
+@contextmanager
+def _exported(
+    place: Place, servers: Sequence[Server], options: PublishOptions
+) -> Iterator[tuple[OpenCheckpoint, PartRecord, PublishOptions]]:
+    """As `_opened`; of an adapter with patterns its export, made in the folder `stage` if that is given."""
+    with _opened(place, options) as (held, record):
+        if options.stage is None or record.kind != "adapter" or not needs_export(Place(held.store, record.path).folder):
+            yield held, record, options
+            return
+        name, _, version = _adapter_name(held, options).partition("@")
+        plain = options.stage / f"{name}-{version}-{held.identity[:8]}"
+        if not (plain / MANIFEST_NAME).exists():
+            export(held.path / record.path, plain, servers[0].engine.lower())
+        with _opened(open_place(plain), replace(options, part=None)) as (held, record):
+            yield held, record, replace(options, name=name, version=version)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import EngineFiles
 from engine_models import LAYERS, base_model, with_adapter
+from engine_server import serving
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
@@ -110,7 +111,7 @@ def test_matrices_of_another_rank_than_the_settings_are_refused(tmp_path: Path) 
     config = tmp_path / "peft/adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "rank_pattern": {"q_proj": 4}}))
     with pytest.raises(
-        SelectionError, match=r"q_proj: shapes \[8, 256\] and \[256, 8\], expected two matrices of rank 4"
+        SelectionError, match=r"q_proj: shapes \[8, \d+\] and \[\d+, 8\], expected two matrices of rank 4"
     ):
         ft_ckpt.export(tmp_path / "peft", tmp_path / "plain")
 
@@ -147,6 +148,20 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path, files: EngineFiles) -> Non
     save_file({"a": torch.ones(1)}, tmp_path / "plain")
     with pytest.raises(TargetError, match="a file, expected a folder"):
         ft_ckpt.export(files.adapters[0], tmp_path / "plain")
+
+
+def test_publish_exports_into_the_stage(tmp_path: Path, files: EngineFiles) -> None:
+    adapter = save_adapter(tmp_path / "run/checkpoint-7", rank_pattern={"q_proj": 4})
+    with serving(files.base) as engine:
+        with pytest.raises(LoadError, match=r"rank_pattern: set.*ft-ckpt export"):
+            ft_ckpt.publish(adapter, engine.url)
+        reports = [ft_ckpt.publish(adapter, engine.url, stage=tmp_path / "seen") for _ in range(2)]
+        assert [report.servers[0].is_new for report in reports] == [True, False]
+        (loaded,) = engine.asked("/v1/load_lora_adapter")
+        assert loaded.body["lora_name"] == reports[0].name
+        assert reports[0].name.startswith("run@7-")
+        assert Path(loaded.body["lora_path"]).parent == tmp_path / "seen"
+        assert ft_ckpt.check_for("vllm", loaded.body["lora_path"]) == []
 
 
 def test_all_layers_are_in_the_models() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import trainers
 from conftest import EngineFiles
 from engine_models import base_model, tokenizer, with_adapter
 from engine_server import Engine, serving
@@ -24,7 +25,8 @@ from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import manifest_to_json
 from ft_ckpt.engines.follow import Publisher, follow_run, publish_goal
 from ft_ckpt.engines.publish import PublishOptions, PublishReport
-from ft_ckpt.errors import ConfigError, EngineError
+from ft_ckpt.errors import ConfigError, EngineError, NotACheckpointError
+from ft_ckpt.integrations.trainer import FtCkptCallback
 from ft_ckpt.storage.place import open_place
 
 QUICK = PublishOptions(name="policy", keep=9, timeout_seconds=5)
@@ -225,6 +227,18 @@ def test_of_those_that_wait_the_newest_is_published(files: EngineFiles, run: Pat
         assert [name.partition("-")[0] for name in engine.adapters] == ["policy@1", "policy@3"]
 
 
+def test_one_that_cannot_be_opened_stops_no_other(files: EngineFiles, run: Path) -> None:
+    with serving(files.base) as engine:
+        publisher = Publisher([engine.url], QUICK)
+        good = publisher.begin(open_place(put(files, run, 1)))
+        with pytest.warns(UserWarning, match=r"not published: .*no such folder"):
+            gone = publisher.begin(open_place(run / "checkpoint-2"))
+        publisher.end(wait_for=True)
+        assert good.result() is not None
+        with pytest.raises(NotACheckpointError):
+            gone.result()
+
+
 def test_goals_of_the_setting() -> None:
     assert publish_goal("http://a:1") == (["http://a:1"], PublishOptions())
     assert publish_goal(["http://a:1", "http://b:1"])[0] == ["http://a:1", "http://b:1"]
@@ -308,6 +322,17 @@ def test_a_background_save_is_published_too(files: EngineFiles, run: Path) -> No
         job.train(1)
         job.saver.close()
         assert [name.partition("-")[0] for name in engine.adapters] == ["policy@1"]
+
+
+def test_a_trainer_publishes_through_its_callback(files: EngineFiles, run: Path) -> None:
+    with serving(files.base) as engine:
+        model = with_adapter(base_model("llama").float(), 1)
+        args = trainers.TrainingArguments(str(run), max_steps=2, save_steps=2, **trainers.SILENT)
+        callback = FtCkptCallback(publish={"url": engine.url, "name": "policy"}, on_saved=(reports := []).append)
+        trainers.Trainer(model, args, train_dataset=trainers.Sentences(noise=False), callbacks=[callback]).train()
+        (report,) = reports
+        assert report.publish.result().name.startswith("policy@2-")
+        assert [name.partition("-")[0] for name in engine.adapters] == ["policy@2"]
 
 
 def test_saver_publish_saves_first(files: EngineFiles, tmp_path: Path) -> None:

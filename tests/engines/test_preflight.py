@@ -1,6 +1,7 @@
 """`check_for`, and what publish refuses before it asks a server: every field of an adapter, every file of a model."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -90,8 +91,6 @@ def adapter(files: EngineFiles, tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.mark.parametrize(("settings", "expected"), REFUSED, ids=[str(each)[:40] for each, _ in REFUSED])
 def test_refused(settings: dict[str, Any], expected: str, adapter: Callable[..., Path]) -> None:
-    import re
-
     found = check_for("vllm", adapter(**settings))
     assert any(re.match(f".*{expected}", line) for line in found), found
     assert all("\n" not in line and ";" in line for line in found)
@@ -146,7 +145,7 @@ def test_tensors_that_would_be_dropped(adapter: Callable[..., Path]) -> None:
 def test_a_matrix_without_the_other(adapter: Callable[..., Path]) -> None:
     folder = change_tensors(adapter(), lambda tensors: tensors.pop(f"{PREFIX}.up_proj.lora_B.weight"))
     (found,) = check_for("vllm", folder)
-    assert "layers.0.mlp.up_proj: shapes [8, 256] and [], expected two matrices" in found
+    assert re.search(r"layers.0.mlp.up_proj: shapes \[8, \d+\] and \[\], expected two matrices", found)
 
 
 def test_elements_that_are_no_numbers(adapter: Callable[..., Path]) -> None:
@@ -162,8 +161,8 @@ def test_an_unknown_engine(adapter: Callable[..., Path]) -> None:
 
 MODEL: list[tuple[str, str]] = [
     ("architectures", "config.json: no architectures"),
-    ("vocab_size", r"model.embed_tokens.weight: shape \[1024, 256\], expected vocab_size 7"),
-    ("hidden_size", r"model.embed_tokens.weight: shape \[1024, 256\], expected hidden_size 7"),
+    ("vocab_size", r"model.embed_tokens.weight: shape \[1024, \d+\], expected vocab_size 7"),
+    ("hidden_size", r"model.embed_tokens.weight: shape \[1024, \d+\], expected hidden_size 7"),
     ("num_hidden_layers", "num_hidden_layers 7, and tensors of 4 layers"),
     ("auto_map", "auto_map"),
     ("quantization_config", "quantised weights"),
@@ -178,7 +177,7 @@ def test_a_config_that_does_not_fit(field: str, expected: str, files: EngineFile
     value = None if field == "architectures" else {"a": 1} if "_size" not in field and "num" not in field else 7
     config.write_text(json.dumps({**json.loads(config.read_text()), field: value}))
     (found,) = check_for("vllm", folder)
-    assert __import__("re").search(expected, found), found
+    assert re.search(expected, found), found
 
 
 @pytest.mark.parametrize(
