@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from ft_ckpt.checkpoint.catalog import best, latest, verify
     from ft_ckpt.closure import checkpoint_closure
     from ft_ckpt.config import SaverConfig
+    from ft_ckpt.engines.export import export
+    from ft_ckpt.engines.follow import PendingPublish
+    from ft_ckpt.engines.preflight import check_for
+    from ft_ckpt.engines.publish import PublishReport, publish
     from ft_ckpt.model.average import average
     from ft_ckpt.model.convert import convert
     from ft_ckpt.model.load import load_model
@@ -37,10 +41,12 @@ __all__ = [
     "Every",
     "Keep",
     "LoadReport",
+    "PendingPublish",
     "PendingPush",
     "PendingSave",
     "Place",
     "Progress",
+    "PublishReport",
     "PullReport",
     "PushReport",
     "RestoreReport",
@@ -49,15 +55,18 @@ __all__ = [
     "SyncReport",
     "average",
     "best",
+    "check_for",
     "checkpoint_closure",
     "convert",
     "copy",
     "errors",
+    "export",
     "latest",
     "load",
     "load_model",
     "merge",
     "open_place",
+    "publish",
     "pull",
     "push",
     "save",
@@ -71,10 +80,12 @@ _HOME = {
     "Every": "ft_ckpt.schedule",
     "Keep": "ft_ckpt.retention",
     "LoadReport": "ft_ckpt.model.load_weights",
+    "PendingPublish": "ft_ckpt.engines.follow",
     "PendingPush": "ft_ckpt.transfer.push",
     "PendingSave": "ft_ckpt.saving.background",
     "Place": "ft_ckpt.storage.place",
     "Progress": "ft_ckpt.saver",
+    "PublishReport": "ft_ckpt.engines.publish",
     "PullReport": "ft_ckpt.transfer.outgoing",
     "PushReport": "ft_ckpt.transfer.outgoing",
     "RestoreReport": "ft_ckpt.training.restore",
@@ -83,14 +94,17 @@ _HOME = {
     "SyncReport": "ft_ckpt.transfer.sync",
     "average": "ft_ckpt.model.average",
     "best": "ft_ckpt.checkpoint.catalog",
+    "check_for": "ft_ckpt.engines.preflight",
     "checkpoint_closure": "ft_ckpt.closure",
     "convert": "ft_ckpt.model.convert",
     "copy": "ft_ckpt.transfer.copies",
+    "export": "ft_ckpt.engines.export",
     "latest": "ft_ckpt.checkpoint.catalog",
     "load": "ft_ckpt.model.objects",
     "load_model": "ft_ckpt.model.load",
     "merge": "ft_ckpt.saving.merge_files",
     "open_place": "ft_ckpt.storage.place",
+    "publish": "ft_ckpt.engines.publish",
     "pull": "ft_ckpt.transfer.push",
     "push": "ft_ckpt.transfer.push",
     "save": "ft_ckpt.model.objects",

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -87,6 +87,10 @@ class SaverConfig:
     overwrite: bool = False
     """Replace a checkpoint of the same name in a bucket, which is deleted before the new one is whole; also an argument
     of `save` and `save_state` for one save."""
+    publish: str | Sequence[str] | Mapping[str, Any] | None = field(default=None, repr=False)  # may have headers
+    """Running servers that get each checkpoint of the run in the background, the newest first: a URL, several, or a
+    mapping of url= and other arguments of `ft_ckpt.publish`. After a resume they get that checkpoint before it returns.
+    """
     verify_resume: bool = True
     """Compare the digests of all files on a resume, most of them while they are read."""
 
@@ -227,6 +231,7 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
         ),
         ("name_template", _is_template, "{step} or {epoch}, no other field and no slash"),
         ("staging", _is_local_folder, "a folder of this machine, or None"),
+        ("publish", _is_publish_goal, "a server's URL, several, or a mapping of url= and arguments of publish"),
         ("base_id", lambda name: without_secrets(name or "") == (name or ""), "no key, password or token"),
     ]
 
@@ -242,6 +247,12 @@ def _is_template(template: str) -> bool:
         names = {template.format(step=step, epoch=step) for step in (1, 2)}
         return len(names) == 2 and "/" not in template
     return False
+
+
+def _is_publish_goal(goal: Any) -> bool:
+    urls = goal.get("url") if isinstance(goal, Mapping) else goal
+    many: Any = [urls] if isinstance(urls, str) else urls if isinstance(urls, Sequence) else ()
+    return goal is None or (bool(many) and all(str(url).startswith(("http://", "https://")) for url in many))
 
 
 def _is_local_folder(staging: Any) -> bool:

@@ -8,6 +8,7 @@
     ├── IncompleteError        ValueError          gathered or staged tensors differ from the live model
     ├── CompanionError         ValueError          config, generation config or tokenizer cannot be saved as they are
     ├── TargetError            OSError             the target cannot be written
+    │   ├── EngineError            OSError             an inference server refuses, or holds other weights
     │   ├── NoSpaceError           OSError(ENOSPC) not enough space, found before or while writing
     │   └── NameTakenError         FileExistsError a file or object that must be new exists already
     ├── ManifestError          ValueError          a manifest that is absent, malformed or from a newer ft_ckpt
@@ -72,6 +73,10 @@ class CompanionError(CheckpointError, ValueError):
 
 class TargetError(CheckpointError, OSError):
     """The target cannot be written."""
+
+
+class EngineError(TargetError):
+    """An inference server refuses, does not answer, or holds something else than what was published."""
 
 
 class NoSpaceError(TargetError):

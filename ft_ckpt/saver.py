@@ -1,7 +1,7 @@
 """`CheckpointSaver`: the interface of ft_ckpt to a training script."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -14,7 +14,10 @@ from ft_ckpt.checkpoint.run_places import open_run_places
 from ft_ckpt.config import SaverConfig, make_config, numbers_of
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
+from ft_ckpt.engines.follow import publish_goal
+from ft_ckpt.engines.publish import PublishReport, publish_with
 from ft_ckpt.messages import LOG
+from ft_ckpt.model.adapters import has_adapters
 from ft_ckpt.model.entries import Merged
 from ft_ckpt.model.parts import Attribute, is_of_adapters, model_inside
 from ft_ckpt.saving.background import BackgroundSaver, PendingSave, as_in_training
@@ -62,7 +65,7 @@ class CheckpointSaver:
         self.config = make_config(config, settings)
         self._rehearsal = triggers.start_recorder()
         if self._rehearsal is not None:
-            directory, self.config = self._rehearsal.directory, replace(self.config, staging=None)
+            directory, self.config = self._rehearsal.directory, replace(self.config, staging=None, publish=None)
         self.accelerator = accelerator
         self.tokenizer = tokenizer
         self._places = open_run_places(directory, self.config, lambda: self._current_ranks().leads)
@@ -157,6 +160,35 @@ class CheckpointSaver:
                 ),
                 self._saves.plan_follow_up(push_to=push_to, base_id=config.base_id),
             )
+
+    def publish(
+        self,
+        model: nn.Module,
+        url: str | Sequence[str],
+        path: str | Path | Place | None = None,
+        *,
+        adapter_only: bool | None = None,
+        merged: Merged = False,
+        step: int | None = None,
+        **options: Any,
+    ) -> PublishReport | None:
+        """Save `model` as `save` does, and publish it from rank 0 to the server at `url`, or to several; on every rank.
+
+        Of a model with PEFT adapters the adapters are saved, unless `adapter_only` or `merged` says otherwise. A run
+        keeps what is saved here until it is deleted by hand. `options` are those of `ft_ckpt.publish`. Returns the
+        report on rank 0, None on the others.
+
+        Raises what `save` and `ft_ckpt.publish` raise, RankError on the other ranks.
+        """
+        goal = publish_goal({"url": url, **options})
+        alone = not merged and has_adapters(model_inside(model)) if adapter_only is None else adapter_only
+        saved = self.save(model, path, adapter_only=alone, merged=merged, step=step, background=False)
+        place = (saved.result() if isinstance(saved, PendingSave) else saved).place
+        ranks = self._current_ranks()
+        report: PublishReport | None
+        report, error = ranks.attempt(lambda: publish_with(place, *goal) if ranks.leads else None)
+        ranks.agree("saver.publish()", error=error)
+        return report
 
     def register(self, **objects: Any) -> None:
         """Name objects of the run that Accelerate does not know, to be saved and resumed with it; on every rank.
@@ -289,6 +321,7 @@ class CheckpointSaver:
         wanted = Wanted(mode, self._places, self.config.client_options, verify, late)
         resume_run(self._run, wanted, self._current_ranks(), allow, library_versions())
         self._saves.upload_leftovers()
+        self._saves.publish_resumed()
         progress, leads = self._run.progress, self._current_ranks().leads
         if leads and progress.resumed_from is None:
             LOG.info("a fresh start: nothing was resumed from %s", self.directory)

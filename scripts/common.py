@@ -110,11 +110,11 @@ def check_enough(rows: torch.Tensor, needed: int) -> None:
         )
 
 
-def tiny_olmo(tokenizer: Any) -> Olmo2ForCausalLM:
-    """OLMo-2 of two layers, about a million parameters, and random weights."""
+def tiny_olmo(tokenizer: Any, hidden_size: int = 128) -> Olmo2ForCausalLM:
+    """OLMo-2 of two layers and four heads, about a million parameters, and random weights."""
     config = Olmo2Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
+        hidden_size=hidden_size,
         intermediate_size=384,
         num_hidden_layers=2,
         num_attention_heads=4,

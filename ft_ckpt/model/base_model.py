@@ -24,6 +24,7 @@ from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrappers import unwrap, walk_modules
 from ft_ckpt.errors import CheckpointError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name
+from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.messages import warn
 from ft_ckpt.model.adapters import PREFIX, TO_BASE, base_sources, has_adapters, is_peft_model
 from ft_ckpt.model.selection import module_at, view_of
@@ -209,16 +210,43 @@ def differing_tensors(
     """
     if record.base is None:
         return []
-    paths = [tensor.name.removeprefix(PREFIX).split(".") for tensor in record.tensors]
-    # All prefixes of the paths of the adapter's tensors; the adapted layers are among them.
-    adapted = {".".join(steps[:depth]) for steps in paths for depth in range(1, len(steps))}
-    dtype = record.base.dtype
+    adapted, dtype = _adapted_paths(record), record.base.dtype
 
     def is_same(name: str, values: Mapping[str, float]) -> bool:
-        is_adapted = name.rpartition(".")[0] in adapted
-        return name in here and _elements_agree(here[name], values, dtype, rank, is_adapted, is_remade)
+        source = here.get(name)
+        if source is None or not is_floating(source) or any(int(index) >= source.numel for index in values):
+            return False
+        found = elements_at(source, rank, [int(index) for index in values])
+        return _elements_agree(found, source.dtype, values, dtype, name.rpartition(".")[0] in adapted, is_remade)
 
     return [name for name, values in record.base.fingerprint.items() if not is_same(name, values)]
+
+
+def differing_elements(file: TensorFile, record: PartRecord) -> list[str]:
+    """Names of recorded tensors of an adapter's base whose elements in `file` differ; a few elements are read.
+
+    Tensors that the file lacks, or has quantised, are left out.
+    """
+    if record.base is None:
+        return []
+    adapted, names, wrong = _adapted_paths(record), getattr(file, "ties", {}), []
+    for name, values in record.base.fingerprint.items():
+        stored = names.get(name, name)
+        spec = file.specs.get(stored)
+        if spec is None or not (dtype := getattr(torch, spec.dtype)).is_floating_point:
+            continue
+        indices = [int(index) for index in values]
+        found = {str(at): float(file.read(stored, at, at + 1)) for at in indices if at < spec.numel}
+        is_adapted = name.rpartition(".")[0] in adapted
+        if len(found) < len(indices) or not _elements_agree(found, dtype, values, record.base.dtype, is_adapted, False):
+            wrong.append(name)
+    return wrong
+
+
+def _adapted_paths(record: PartRecord) -> frozenset[str]:
+    """All prefixes, in the base, of the paths of the adapter's tensors; its layers are among them."""
+    steps = (tensor.name.removeprefix(PREFIX).split(".") for tensor in record.tensors)
+    return frozenset(".".join(one[:depth]) for one in steps for depth in range(1, len(one)))
 
 
 def is_floating(source: Source) -> bool:
@@ -234,26 +262,23 @@ def common_dtype(tensors: Iterable[Source]) -> str:
 
 
 def _elements_agree(
-    source: Source,
+    here: Mapping[str, float],
+    here_dtype: torch.dtype,
     values: Mapping[str, float],
     dtype: str,
-    rank: int,
     is_adapted: bool,
     is_remade: bool,
 ) -> bool:
-    """Whether live elements equal the recorded ones within the precision of the coarser dtype.
+    """Whether elements equal the recorded `values`, of type `dtype`, within the precision of the coarser dtype.
 
     Equal dtypes are compared exactly, except in adapted layers: merging and unmerging changes the last digits.
     """
-    indices = [int(index) for index in values]
-    if not is_floating(source) or any(index >= source.numel for index in indices):
-        return False
     recorded = getattr(torch, dtype, torch.float32)
-    coarse = max((recorded, source.dtype), key=lambda kind: torch.finfo(kind).eps)
-    limit = 0.0 if source.dtype == recorded and not is_adapted else _ULPS * torch.finfo(coarse).eps
+    coarse = max((recorded, here_dtype), key=lambda kind: torch.finfo(kind).eps)
+    limit = 0.0 if here_dtype == recorded and not is_adapted else _ULPS * torch.finfo(coarse).eps
     if is_adapted and is_remade:
         limit = max(limit, _REMADE_ULPS * torch.finfo(torch.float32).eps)
-    return _are_near(elements_at(source, rank, indices), values, limit, is_adapted)
+    return _are_near(here, values, limit, is_adapted)
 
 
 def _are_near(here: Mapping[str, float], values: Mapping[str, float], limit: float, is_adapted: bool) -> bool:

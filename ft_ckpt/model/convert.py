@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -114,6 +114,7 @@ class ConvertOptions:
     made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from
     access: Access = FREE  # upper bound of the permissions: those common to all sources
     overwrite: bool = False  # delete a checkpoint of this name in a bucket before the new one is whole
+    replaced: Mapping[str, bytes] = field(default_factory=dict)  # sidecar files with other contents than the source's
 
 
 def convert_options(
@@ -615,6 +616,8 @@ def _convert_to_folder(opened: TensorFile, source: Place, options: ConvertOption
     store = staging.store
     try:
         _copy_companions(source.folder, [each.name for each in sidecars], store, options.dtype)
+        for name, text in options.replaced.items():
+            store.write(name, text)
         written = write_outputs(outputs, store, options.progress)
         for plan in plans:
             if plan.index is not None:

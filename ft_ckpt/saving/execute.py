@@ -17,6 +17,7 @@ from ft_ckpt.checkpoint.checks import stored_bytes
 from ft_ckpt.config import SaverConfig, human_size
 from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.engines.follow import PendingPublish
 from ft_ckpt.errors import NoSpaceError, RanksDisagreeError, explained
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.safetensors_file import link_second_names
@@ -40,7 +41,7 @@ from ft_ckpt.transfer.push import PendingPush
 class SaveReport:
     """A finished save: its folder, its size and the saver's decisions.
 
-    Identical on every rank except `push` and `upload`, which only rank 0 has.
+    Identical on every rank except `push`, `upload` and `publish`, which only rank 0 has.
     """
 
     path: Path | str
@@ -63,6 +64,8 @@ class SaveReport:
     """The push to the Hub that the save requested; on rank 0 alone."""
     upload: PendingPush | None = None
     """The upload from the staging folder to the bucket, if there is one; on rank 0 alone."""
+    publish: PendingPublish | None = None
+    """The publish to the servers of the setting `publish`; on rank 0 alone."""
     target: Place | None = field(default=None, repr=False, compare=False)
 
     @property

@@ -1,4 +1,4 @@
-"""The steps after a commit: retention, upload, push, callbacks; the priority of background threads.
+"""The steps after a commit: retention, upload, push, publish, callbacks; the priority of background threads.
 
 They run in this order in the thread that finished the save. Their errors do not fail the save, which is committed.
 """
@@ -15,6 +15,7 @@ from functools import partial
 
 from ft_ckpt.checkpoint.run_places import RunPlaces
 from ft_ckpt.config import SaverConfig
+from ft_ckpt.engines.follow import Publisher, publish_goal
 from ft_ckpt.messages import warn
 from ft_ckpt.saving.execute import SaveReport
 from ft_ckpt.storage.place import Place
@@ -54,6 +55,7 @@ class FollowUp:
     hooks: tuple[SaveHook, ...] = ()
     uploads: RunUploads | None = None
     pushes: list[PendingPush] = field(default_factory=list)
+    publisher: Publisher | None = None
 
     def plan(
         self,
@@ -63,6 +65,7 @@ class FollowUp:
         terms: UploadTerms | None = None,
         push_to: str | Place | None = None,
         base_id: str | None = None,
+        publishes: bool = False,
     ) -> AfterSave:
         """The follow-up of one save; only the leading rank uploads, pushes and calls hooks."""
 
@@ -76,6 +79,8 @@ class FollowUp:
                 push = begin_push(report.place, push_to, PushOptions(base_id=base_id))
                 self.pushes.append(push)
                 report = replace(report, push=push)
+            if leads and publishes and self.publisher is not None:
+                report = replace(report, publish=self.publisher.begin(report.place))
             for hook in self.hooks if leads else ():
                 _call_hook(hook, report)
             return report
@@ -89,7 +94,8 @@ def make_follow_up(on_saved: SaveHook | Iterable[SaveHook] | None, places: RunPl
     if places.directory is not None and places.staging is not None:
         give_way = partial(yield_to_training, low_io=config.io_priority == "low")
         uploads = RunUploads(places.staging, places.directory, give_way)
-    return FollowUp(hooks_of(on_saved), uploads)
+    publisher = None if config.publish is None else Publisher(*publish_goal(config.publish))
+    return FollowUp(hooks_of(on_saved), uploads, publisher=publisher)
 
 
 def _call_hook(hook: SaveHook, report: SaveReport) -> None:

@@ -171,15 +171,23 @@ class RunSaves:
         if prunes:
             directory = self.places.target if leads else None
             prune = partial(prune_after_save, directory, self.run.config.keep, self.run.run_id, self._protected_paths())
-        return self.follow_up.plan(leads, prune=prune, terms=self._upload_terms(), push_to=push_to, base_id=base_id)
+        terms = self._upload_terms()
+        return self.follow_up.plan(leads, prune=prune, terms=terms, push_to=push_to, base_id=base_id, publishes=prunes)
 
     def upload_leftovers(self) -> None:
         """Upload checkpoints that earlier processes have left in the staging folder."""
         if self.follow_up.uploads is not None and self._current_ranks().leads:
             self.follow_up.uploads.begin_round(self._upload_terms())
 
+    def publish_resumed(self) -> None:
+        """Publish the checkpoint that the run was resumed from, for servers that have lost it, and wait for it."""
+        publisher, place, ranks = self.follow_up.publisher, self.run.resumed_from, self._current_ranks()
+        if publisher is not None and place is not None:
+            _, error = ranks.attempt(lambda: publisher.begin(place).wait() if ranks.leads else None)
+            ranks.agree("the publish of resume()", error=error)
+
     def end_follow_up(self, *, wait: bool) -> None:
-        """Wait for uploads and pushes; or only name those that have not ended, which go on until the process ends.
+        """Wait for uploads, pushes and publishes, or only name those that go on until the process ends.
 
         Raises TargetError on all ranks for checkpoints that were not uploaded, unless on_failure="warn".
         """
@@ -190,6 +198,8 @@ class RunSaves:
                 self.follow_up.uploads.warn_of_left()
         finally:
             (wait_for_pushes if wait else warn_of_unpushed)(self.follow_up.pushes)
+            if self.follow_up.publisher is not None:
+                self.follow_up.publisher.end(wait_for=wait)
 
     def _finish_uploads(self, seconds: float | None = None) -> None:
         """Wait on all ranks for rank 0's uploads. After `seconds`, warn of those that are left."""

@@ -4,16 +4,19 @@ A function for each page, called by the page's name with the number of the scrip
 """
 
 import copy
+import socket
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import models
 import torch
 import trainers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from engine_server import serving
 from hub_server import serving_hub, using_hub
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
@@ -22,6 +25,7 @@ from transformers import AutoModelForCausalLM
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 
+GPUS = ("gpu-1", "gpu-2", "gpu-3")  # hosts with a server, on the page of publishing
 _open = ExitStack()  # as long as the process
 calls: list[int] = []  # one for each batch that a model of `parts` was trained on
 
@@ -105,6 +109,27 @@ on_on_disk = on_average = on_schedule
 def on_push(script: int) -> dict[str, Any]:
     _open.enter_context(using_hub(_open.enter_context(serving_hub())))
     return on_schedule(script)
+
+
+def on_publish(script: int) -> dict[str, Any]:
+    """Servers at the addresses that the page names, with the base of the adapters."""
+    names = on_schedule(script)
+    torch.manual_seed(1)
+    base: Any = models.llama()
+    base.save_pretrained("base")
+    for folder, settings in {"runs/lora/checkpoint-500": {}, "runs/patterns": {"alpha_pattern": {"q_proj": 2}}}.items():
+        config = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
+        model = get_peft_model(copy.deepcopy(base), config)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+        with CheckpointSaver(None) as saver:
+            saver.save(model, folder, step=500, adapter_only=True)
+    engines = {host: _open.enter_context(serving(Path("base").absolute())) for host in ("127.0.0.1", *GPUS)}
+    addresses = {(host, 8000): ("127.0.0.1", urlsplit(engine.url).port) for host, engine in engines.items()}
+    connect = socket.create_connection
+    socket.create_connection = lambda address, *rest, **more: connect(addresses.get(address, address), *rest, **more)
+    return names
 
 
 def on_convert(script: int) -> dict[str, Any]:

@@ -1,0 +1,150 @@
+"""The commands `publish`, `export` and `check-for`."""
+
+import dataclasses
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ft_ckpt.cli import views
+from ft_ckpt.cli.files import print_conversion, refuse_existing
+from ft_ckpt.cli.options import add_force, add_json, bounded, print_lines
+from ft_ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ft_ckpt.engines.publish import PublishReport
+
+_ENGINES = ("vllm", "sglang")
+
+
+def add_publish(parser: ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint, as a path or URL; with --follow, a run.")
+    parser.add_argument("urls", metavar="URL", nargs="+", help="Address of a server, as in http://127.0.0.1:8000.")
+    parser.add_argument("--name", help="Name of the adapter on the server, before the @; else the run's folder.")
+    parser.add_argument("--version", help="The version; else by step and manifest.")
+    parser.add_argument("--as", choices=("adapter", "weights"), default="auto", dest="kind", help="Which of both.")
+    parser.add_argument("--part", metavar="NAME", help="One of several parts of the checkpoint.")
+    parser.add_argument(
+        "--visible-at", action="append", metavar="LOCAL=SERVER", default=[],
+        help="Path at which the servers see a folder of this machine; may be repeated.",
+    )  # fmt: skip
+    parser.add_argument("--stage", type=Path, metavar="FOLDER", help="Folder that servers see, for one in a bucket.")
+    parser.add_argument(
+        "--keep",
+        type=bounded(int, 0),
+        default=2,
+        metavar="N",
+        help="Older versions of an adapter to keep (default: 2).",
+    )
+    parser.add_argument(
+        "--in-flight", choices=("wait", "keep", "abort"), default="wait",
+        help="Requests that are running while weights are replaced (default: wait).",
+    )  # fmt: skip
+    parser.add_argument("--check", choices=("all", "listed"), default="all", help="What to compare (default: all).")
+    parser.add_argument("--base", help="Base of the adapter: compare the answers with those of transformers and PEFT.")
+    parser.add_argument(
+        "--header", action="append", metavar="NAME=VALUE", default=[],
+        help="Header of each request; FT_CKPT_ENGINE_TOKEN is sent as a bearer token without it.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", type=bounded(float, 0.1), default=300.0, metavar="SECONDS", help="For an answer (default: 300)."
+    )
+    parser.add_argument("--follow", action="store_true", help="Publish each new checkpoint of a run, until a signal.")
+    parser.add_argument(
+        "--idle", type=bounded(float, 0), metavar="SECONDS", help="End --follow after so long without a new one."
+    )
+    add_json(parser)
+    parser.set_defaults(run=_publish)
+
+
+def _pairs(option: str, given: list[str]) -> dict[str, str]:
+    found = {name: value for name, mark, value in (text.partition("=") for text in given) if mark and name and value}
+    if len(found) < len(given):
+        raise ConfigError(f"{option}: expected NAME=VALUE, each name once")  # without the text: it may be a token
+    return found
+
+
+def _publish(options: Namespace) -> None:
+    """Load CHECKPOINT into the running servers of vLLM or SGLang at the URLs, all or none, and check what they hold.
+    With --follow, each new newest checkpoint of a run.
+    """
+    from ft_ckpt.engines.follow import follow_run
+    from ft_ckpt.engines.publish import PublishOptions, publish_with
+
+    how = PublishOptions(
+        name=options.name, version=options.version, kind=options.kind, part=options.part, stage=options.stage,
+        visible_at=_pairs("--visible-at", options.visible_at), keep=options.keep,
+        in_flight=options.in_flight, check=options.check, base=options.base, timeout_seconds=options.timeout,
+        headers=_pairs("--header", options.header),
+    )  # fmt: skip
+    if not options.follow:
+        _print_report(publish_with(options.checkpoint, options.urls, how), as_json=options.as_json)
+        return
+    follow_run(
+        options.checkpoint, options.urls, how, idle_seconds=options.idle,
+        on_published=lambda report: _print_report(report, as_json=options.as_json), on_trouble=_print_trouble,
+    )  # fmt: skip
+
+
+def _print_trouble(text: str) -> None:
+    print_lines(f"ft-ckpt: {text}", file=sys.stderr)
+
+
+def _print_report(report: "PublishReport", *, as_json: bool) -> None:
+    if as_json:
+        views.print_json({**dataclasses.asdict(report), "path": str(report.path)})
+    else:
+        print_lines(f"{report.path} -> {report.name} ({report.kind} {report.version}): {report.seconds:.1f} s")
+        rows = (
+            (
+                each.url,
+                each.engine,
+                each.before or "-",
+                each.checked if each.is_new else f"there already; {each.checked}",
+                f"{each.paused_seconds:.1f} s",
+            )
+            for each in report.servers
+        )
+        views.print_table(("server", "engine", "before", "checked", "paused"), rows)
+    sys.stdout.flush()  # at once, with --follow
+
+
+def add_export(parser: ArgumentParser) -> None:
+    parser.add_argument("adapter", metavar="ADAPTER", help="Adapter, or checkpoint with one.")
+    parser.add_argument("target", metavar="OUT", help="Folder to write.")
+    parser.add_argument("--for", choices=_ENGINES, required=True, dest="engine", help="The engine that is to read it.")
+    add_force(parser)
+    add_json(parser)
+    parser.set_defaults(run=_export)
+
+
+def _export(options: Namespace) -> None:
+    """Write ADAPTER to the folder OUT with one rank and one scale, as every version of the engine reads it."""
+    refuse_existing(options.target, options.force)
+    from ft_ckpt.engines.export import export
+
+    report = export(options.adapter, options.target, options.engine, overwrite=options.force)
+    print_conversion(options.adapter, report, True, as_json=options.as_json)
+
+
+def add_check_for(parser: ArgumentParser) -> None:
+    parser.add_argument("engine", metavar="ENGINE", choices=_ENGINES, help="vllm or sglang.")
+    parser.add_argument("folder", metavar="FOLDER", help="Adapter or model, as a path or URL.")
+    parser.add_argument(
+        "--max-lora-rank", type=bounded(int, 1), default=16, metavar="N", help="Of the server (default: 16)."
+    )
+    add_json(parser)
+    parser.set_defaults(run=_check_for)
+
+
+def _check_for(options: Namespace) -> int:
+    """List what ENGINE would refuse, drop or misread of FOLDER, without a server. Exit code 1 if there is anything."""
+    from ft_ckpt.engines.preflight import check_for
+
+    found = check_for(options.engine, options.folder, max_lora_rank=options.max_lora_rank)
+    if options.as_json:
+        result: dict[str, Any] = {"path": options.folder, "engine": options.engine, "findings": found}
+        views.print_json(result)
+    else:
+        print_lines(*(found or [f"{options.folder}: nothing that {options.engine} would refuse, drop or misread"]))
+    return 1 if found else 0

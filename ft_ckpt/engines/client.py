@@ -1,0 +1,156 @@
+"""HTTP with an inference server: JSON out, JSON or text back, limits on time and size, no redirects, no proxies."""
+
+import http.client
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from ft_ckpt.errors import ConfigError, EngineError
+from ft_ckpt.messages import SECRET
+
+TOKEN_VARIABLE = "FT_CKPT_ENGINE_TOKEN"  # noqa: S105 - the name of the environment variable, not a token
+_ANSWER_LIMIT_BYTES = 256 << 20  # SHA-256 of a million parameters
+_QUOTED_CHARACTERS = 300  # of an answer, in messages
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of a server."""
+
+    status: int
+    text: str = field(repr=False)
+    quoted: str
+    """Its status and text without secrets, for messages."""
+
+    @property
+    def is_success(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether the server has no such call."""
+        return self.status in (404, 405, 501)
+
+    @cached_property
+    def document(self) -> Any:
+        """The JSON value in it; None if it is not JSON."""
+        try:
+            return json.loads(self.text)
+        except (ValueError, RecursionError):
+            return None
+
+
+@dataclass(frozen=True)
+class Client:
+    """The address of one server.
+
+    `headers` are sent with every request. Without an "Authorization" among them the token in the environment variable
+    FT_CKPT_ENGINE_TOKEN is sent as a bearer token. Neither is ever part of a message.
+    """
+
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    timeout_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # of a port
+            is_address = False
+        if not is_address or parts.query or parts.fragment or not re.fullmatch(r"[!-~]+", self.url):
+            raise ConfigError(f"{self.url}: expected the address of a server, such as http://127.0.0.1:8000")
+        if parts.username or parts.password:
+            raise ConfigError(f"{self.url}: a password in a URL is logged; give it in headers=, or {TOKEN_VARIABLE}")
+        for name, value in self._all_headers().items():
+            if not f"{name}{value}".isascii() or not f"{name}{value}".isprintable():
+                raise ConfigError(f"header {name}: expected printable ASCII; is there a line break in the token?")
+        object.__setattr__(self, "url", self.url.rstrip("/"))
+
+    def get(self, path: str, **query: str) -> Answer:
+        """GET `path`; as `post`."""
+        return self._send("GET", path, None, query)
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Answer:
+        """POST the JSON object `body` to `path`; an answer of any status.
+
+        Raises EngineError when there is no whole answer within `timeout_seconds`, and for a redirect: the token would
+        go to another host, and a POST become a GET.
+        """
+        return self._send("POST", path, json.dumps(body if body is not None else {}).encode(), query)
+
+    def expect(self, answer: Answer, action: str) -> Answer:
+        """The answer, if it is a success. Raises EngineError with the server's own words otherwise."""
+        if not answer.is_success:
+            raise EngineError(f"{self.url}: {action}: refused: {answer.quoted}")
+        return answer
+
+    def _send(self, method: str, path: str, data: bytes | None, query: Mapping[str, str]) -> Answer:
+        parts = urlsplit(self.url)
+        target = f"{parts.path}{path}" + (f"?{urlencode(query)}" if query else "")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        until = time.monotonic() + self.timeout_seconds
+        try:
+            with closing(kind(str(parts.hostname), parts.port, timeout=self.timeout_seconds)) as connection:
+                connection.connect()
+                # the time limit of a socket begins again with each byte
+                timer = threading.Timer(max(0.0, until - time.monotonic()), _cut, [connection.sock])
+                timer.daemon = True
+                timer.start()
+                try:
+                    connection.request(method, target, data, self._all_headers())
+                    answer = self._read(connection.getresponse(), path)
+                finally:
+                    timer.cancel()
+                if time.monotonic() < until:  # else it was cut, and may look whole
+                    return answer
+                raise TimeoutError
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            if isinstance(error, EngineError):
+                raise
+            is_late = time.monotonic() >= until
+            reason = f"not in {self.timeout_seconds:g} s" if is_late else f"{type(error).__name__}: {error}"
+            text = self._clean(f"{self.url}{path}: no answer ({reason}); is the server up, and the address right?")
+            raise EngineError(text) from None
+
+    def _read(self, response: http.client.HTTPResponse, path: str) -> Answer:
+        if 300 <= response.status < 400:
+            there = self._clean(response.headers.get("Location", "nowhere"))
+            raise EngineError(f"{self.url}{path}: redirected to {there}; give the address of the server itself")
+        content = response.read(_ANSWER_LIMIT_BYTES + 1)
+        if len(content) > _ANSWER_LIMIT_BYTES:
+            raise EngineError(f"{self.url}{path}: an answer of more than {_ANSWER_LIMIT_BYTES >> 20} MiB")
+        if response.length:  # of a body that ended early
+            raise http.client.IncompleteRead(b"", response.length)
+        text = content.decode("utf-8", "replace")
+        return Answer(response.status, text, f"{response.status} {self._clean(text).strip()[:_QUOTED_CHARACTERS]}")
+
+    def _all_headers(self) -> dict[str, str]:
+        found = {"Content-Type": "application/json", **self.headers}
+        token = os.environ.get(TOKEN_VARIABLE, "").strip()
+        if token and not any(name.lower() == "authorization" for name in found):
+            found["Authorization"] = f"Bearer {token}"
+        return found
+
+    def _clean(self, text: str) -> str:
+        """The text without the values of our own headers, which a server may repeat."""
+        for name, value in self._all_headers().items():
+            secret = value.rpartition(" ")[2]
+            if name != "Content-Type" and secret:
+                text = text.replace(secret, SECRET)
+        return text
+
+
+def _cut(connection: socket.socket) -> None:
+    """End a connection that another thread reads from."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

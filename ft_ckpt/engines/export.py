@@ -1,0 +1,108 @@
+"""Converts an adapter into one with a single rank and a single scale, which every version of an engine reads alike.
+
+Few versions of the engines read rank_pattern, alpha_pattern and use_rslora; the others scale wrongly without a word.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.checkpoint.open_checkpoint import hold_open
+from ft_ckpt.engines.preflight import adapter_findings, check_engine, lora_layers, rank_and_scale
+from ft_ckpt.errors import LoadError, SelectionError, listing
+from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.formats.tensor_file import MemoryFile
+from ft_ckpt.model.convert import ConvertReport, check_apart, convert_options, open_source, write_converted
+from ft_ckpt.model.folder import FolderPart, WeightsFolder
+from ft_ckpt.model.settings import adapter_settings
+from ft_ckpt.storage.place import Place, open_place, source_access
+
+_CONFIG = "adapter_config.json"
+_ANY_RANK = 1 << 20
+
+
+def export(
+    adapter: str | Path | Place, out: str | Path | Place, engine: str = "vllm", *, overwrite: bool = False
+) -> ConvertReport:
+    """Write the LoRA `adapter` to the folder `out` as `engine` ("vllm" or "sglang") applies it; all or nothing.
+
+    The result has one rank, the largest of all layers, and one scale, that of most layers. Matrices of lower ranks are
+    padded with zeros. In layers of another scale (alpha_pattern, rank_pattern, use_rslora) the outer matrix is
+    multiplied by the ratio, in its type where that holds the products, else in float32; a note counts the layers where
+    that rounds. Everything else is as it was. `adapter`: a folder of PEFT, or a checkpoint of ours, which is compared
+    with its digests; `overwrite` as in `convert`.
+
+    Raises ConfigError for an unknown engine, SelectionError naming all that has no exact conversion with what to do
+    instead; for files as `convert` does.
+    """
+    check_engine(engine)
+    source = open_place(adapter)
+    options = convert_options(
+        out, format="safetensors", dtype=None, max_shard_size=None, verify=True, progress=False,
+        note=f"converted for {engine} from {source.last_step}", to_folder=True, overwrite=overwrite,
+    )  # fmt: skip
+    check_apart([source], options)
+    with hold_open(source) as place, closing(open_source(place, source)) as opened:
+        folder, part = _only_adapter(opened, source)
+        settings = adapter_settings(Place(folder.store, part.path).folder)
+        if found := list(adapter_findings(settings, part.file, _ANY_RANK)):
+            raise SelectionError(f"{source}: {listing(found)}")
+        plain, settings, notes = _plain_adapter(part.file, settings)
+        manifest = folder.manifest and replace(
+            folder.manifest, made_from=(source.last_step,), run_id=None, rankings={}, export=True
+        )
+        converted = WeightsFolder(folder.place, folder.origin, [replace(part, file=plain)], manifest)
+        text = json.dumps(settings, indent=2, sort_keys=True).encode()
+        config = f"{part.path}/{_CONFIG}".lstrip("/")
+        options = replace(
+            options, access=source_access(place, source, options.target), made_from=(source.last_step,),
+            replaced={config: text},
+        )  # fmt: skip
+        report = write_converted(converted, place, options)
+    return replace(report, notes=(*report.notes, *notes))
+
+
+def _only_adapter(opened: TensorFile, source: Place) -> tuple[WeightsFolder, FolderPart]:
+    if not isinstance(opened, WeightsFolder) or not any(part.kind == "adapter" for part in opened.parts):
+        raise LoadError(f"{source}: no adapter in it (no {_CONFIG}); give the folder of one")
+    if len(opened.parts) > 1:
+        paths = listing([part.path or "." for part in opened.parts], ", ")
+        raise SelectionError(f"{source}: several parts ({paths}); give the folder of one adapter")
+    return opened, opened.parts[0]
+
+
+def _plain_adapter(file: TensorFile, settings: Mapping[str, Any]) -> tuple[MemoryFile, dict[str, Any], list[str]]:
+    """The converted tensors and settings, and notes."""
+    layers = {head: rank_and_scale(settings, layer) for layer, head in lora_layers(file).items()}
+    rank = max(rank for rank, _ in layers.values())
+    scale = Counter(scale for _, scale in layers.values()).most_common(1)[0][0]
+    tensors, rounded = dict[str, Tensor](), []
+    for head, (own_rank, own_scale) in layers.items():
+        inner, outer = (_matrix(file, f"{head}.lora_{which}.weight") for which in "AB")
+        product = outer.double() * (own_scale / scale)
+        for dtype in (outer.dtype, torch.promote_types(outer.dtype, torch.float32)):
+            outer = product.to(dtype)
+            if torch.equal(outer.double(), product):
+                break
+        else:
+            rounded.append(head)
+        tensors[f"{head}.lora_A.weight"] = torch.nn.functional.pad(inner, (0, 0, 0, rank - own_rank))
+        tensors[f"{head}.lora_B.weight"] = torch.nn.functional.pad(outer, (0, rank - own_rank))
+    alpha = scale * rank
+    plain = {"rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "r": rank}
+    notes = [f"rank {rank} and scale {scale:.6g} for all {len(layers)} layers"]
+    if rounded:
+        notes.append(f"{len(rounded)} of {len(layers)} layers: lora_B is scaled and rounded in float32")
+    order = {name: tensors[name] for name in file.specs}
+    return MemoryFile(order), {**settings, **plain, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha}, notes
+
+
+def _matrix(file: TensorFile, name: str) -> Tensor:
+    return file.read(name).view(file.specs[name].shape)

@@ -1,0 +1,265 @@
+"""Publishes the checkpoints of a run as they come: from the process that trains, or from one that watches the run."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
+from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
+from ft_ckpt.engines.client import Client
+from ft_ckpt.engines.publish import PublishOptions, PublishReport, publish_with
+from ft_ckpt.engines.servers import connect
+from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, UnreadableError, listing
+from ft_ckpt.messages import LOG, warn
+from ft_ckpt.storage.place import Place, location_name, open_place
+from ft_ckpt.transfer.push import PushQueue
+
+_POLL_SECONDS = 2.0
+_MOST_REFUSALS = 2  # of one checkpoint, by servers that are up
+
+
+def publish_goal(given: str | Sequence[str] | Mapping[str, Any]) -> tuple[list[str], PublishOptions]:
+    """The URLs and options in a setting: a URL, several, or a mapping of `url` and other arguments of `publish`.
+
+    Raises ConfigError for anything else.
+    """
+    options: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"url": given}
+    urls = options.pop("url", None)
+    urls = [urls] if isinstance(urls, str) else list(urls or ())
+    if options.get("stage") is not None:
+        options["stage"] = Path(options["stage"])
+    try:
+        found = PublishOptions(**options)
+    except TypeError:
+        known = ", ".join(["url", *PublishOptions.__dataclass_fields__])
+        raise ConfigError(f"publish: {', '.join(map(str, options))}: expected some of {known}") from None
+    for url in urls:
+        Client(url, found.headers)
+    if not urls:
+        raise ConfigError("publish: no url; expected the address of a server, or several")
+    return urls, found
+
+
+@dataclass(frozen=True, eq=False)
+class PendingPublish:
+    """A publish in the background."""
+
+    path: Path | str
+    """The checkpoint: its path, or its URL."""
+    urls: tuple[str, ...]
+    """The servers."""
+    future: "Future[PublishReport | None]"
+    """Resolves to the report; to None when a newer checkpoint was there before it began."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, with or without an error."""
+        return self.future.done()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for it, at most `timeout` seconds; returns whether it has ended, with or without an error."""
+        return bool(wait([self.future], timeout).done)
+
+    def result(self, timeout: float | None = None) -> PublishReport | None:
+        """Wait for it, at most `timeout` seconds, and give its report.
+
+        Raises what the publish raised; TimeoutError when time is up.
+        """
+        return self.future.result(timeout)
+
+
+class Publisher:
+    """Publishes in the background, one at a time; of several checkpoints that wait, the newest."""
+
+    def __init__(self, urls: Sequence[str], options: PublishOptions) -> None:
+        self.urls, self.options = tuple(urls), options
+        self._queue, self._pending = PushQueue(), list[PendingPublish]()
+
+    def begin(self, place: Place) -> PendingPublish:
+        """Publish the checkpoint at `place`, leased from now on. An error is a warning, and raised from the handle."""
+        pending = PendingPublish(place.location, self.urls, Future())
+        stack = ExitStack()
+        try:
+            stack.enter_context(open_checkpoint(place, compares=False))
+        except Exception as error:  # noqa: BLE001 - raised from the handle
+            self._end_failed(pending, error)
+            return pending
+        self._pending = [*(each for each in self._pending if not each.done), pending]
+
+        def publish_held() -> None:
+            report = None
+            try:
+                with stack:
+                    if self._pending[-1] is pending:
+                        report = publish_with(place, self.urls, self.options)
+                        LOG.info("published %s as %s to %s", pending.path, report.version, ", ".join(self.urls))
+            except BaseException as error:  # noqa: BLE001 - raised from the handle
+                self._end_failed(pending, error)
+            else:
+                pending.future.set_result(report)
+
+        self._queue.begin(f"ft_ckpt-publish-{location_name(pending.path)}", publish_held)
+        return pending
+
+    def end(self, *, wait_for: bool) -> None:
+        """Wait for all; or name those that have not ended, which go on until the process ends."""
+        left = [pending for pending in self._pending if not pending.done]
+        if wait_for and left:
+            LOG.info("waiting until %s is published to %s", location_name(left[-1].path), ", ".join(self.urls))
+            try:
+                wait([pending.future for pending in left])
+            finally:
+                left = [pending for pending in left if not pending.done]
+        if left:
+            warn(f"{listing([str(each.path) for each in left])}: not published yet", stacklevel=3)
+
+    def _end_failed(self, pending: PendingPublish, error: BaseException) -> None:
+        pending.future.set_exception(error)
+        warn(
+            f"{pending.path}: not published: {error}; training goes on, `ft-ckpt publish {pending.path} "
+            f"{' '.join(pending.urls)}` does it again",
+            stacklevel=3,
+        )
+
+
+@dataclass(eq=False)
+class _Follower:
+    """What was done with the checkpoints of a run so far."""
+
+    run: Place
+    urls: Sequence[str]
+    options: PublishOptions
+    on_published: Callable[[PublishReport], object]
+    on_trouble: Callable[[str], object]
+    settled: set[tuple[str, str]] = field(default_factory=set)  # published, skipped, or older than those
+    seen: set[tuple[str, str]] = field(default_factory=set)
+    skipped: set[str] = field(default_factory=set)  # what was told of checkpoints that are skipped
+    outages: set[str] = field(default_factory=set)  # what was told of errors that may pass, since the last publish
+    refusals: dict[tuple[str, str], int] = field(default_factory=dict)
+    published: int = 0
+    open_error: CheckpointError | None = None  # of the newest checkpoint, which is tried again
+
+    def look(self) -> bool:
+        """Publish the newest checkpoint that is not settled; returns whether one was new."""
+        try:
+            listed = list_checkpoints(self.run)
+        except CheckpointError as error:
+            self.tell_once(f"{error}; trying again", self.outages)
+            return False
+        for path, problem in listed.damaged.items():
+            self.tell_once(f"{path}: skipped: {problem}", self.skipped)
+        infos = [info for info in listed.found if not info.manifest.made_from]
+        new = {_key(info) for info in infos} - self.seen
+        self.seen |= new
+        if waiting := [info for info in infos if _key(info) not in self.settled]:
+            self.publish(waiting[-1], infos)
+        return bool(new)
+
+    def publish(self, info: CheckpointInfo, infos: Sequence[CheckpointInfo]) -> None:
+        try:
+            report = publish_with(info.place, self.urls, self.options)
+        except (TargetError, UnreadableError) as error:
+            self.retry(info, error)
+        except ConfigError as error:
+            if not self.published:
+                raise
+            self.retry(info, error)  # a proxy answers where the server is being started again
+        except CheckpointError as error:
+            self.skip(info, error)
+        else:
+            self.settled |= {_key(each) for each in infos[: infos.index(info) + 1]}
+            self.published += 1
+            self.open_error = None
+            self.outages.clear()
+            self.on_published(report)
+
+    def retry(self, info: CheckpointInfo, error: CheckpointError) -> None:
+        self.open_error = error
+        refusals = self.refusals[_key(info)] = self.refusals.get(_key(info), 0) + self.all_answer()
+        if refusals >= _MOST_REFUSALS:
+            self.skip(info, error)
+        else:
+            self.tell_once(f"{error}; trying again", self.outages)
+
+    def skip(self, info: CheckpointInfo, error: CheckpointError) -> None:
+        self.settled.add(_key(info))
+        self.open_error = error
+        self.tell_once(f"{info.path}: skipped: {error}", self.skipped)
+
+    def all_answer(self) -> bool:
+        try:
+            for url in self.urls:
+                connect(Client(url, self.options.headers, self.options.timeout_seconds))
+        except CheckpointError:
+            return False
+        return True
+
+    def tell_once(self, text: str, told: set[str]) -> None:
+        if text not in told:
+            told.add(text)
+            self.on_trouble(text)
+
+
+def follow_run(
+    run: str | Path | Place,
+    urls: Sequence[str],
+    options: PublishOptions,
+    *,
+    idle_seconds: float | None = None,
+    poll_seconds: float = _POLL_SECONDS,
+    on_published: Callable[[PublishReport], object] = lambda report: None,
+    on_trouble: Callable[[str], object] = warn,
+) -> int:
+    """Publish each new newest checkpoint of `run`, a folder or URL that may not exist yet; returns how many.
+
+    The newest is published, none twice, and none that is older than the last one. A server that does not answer is
+    tried again; a checkpoint that is damaged, or that servers which are up refuse twice, is skipped: `on_trouble` is
+    told each of these once. Ends on SIGINT or SIGTERM, when a publish under way is finished, and after `idle_seconds`
+    without a new checkpoint.
+
+    Raises ConfigError for options and servers that cannot be. At the end for want of new checkpoints it raises the
+    error of the newest one, if that was not published.
+    """
+    follower = _Follower(open_place(run), urls, options, on_published, on_trouble)
+    quiet_since = time.monotonic()
+    with _stop_on_signal() as stop:
+        while not stop.is_set():
+            if follower.look():
+                quiet_since = time.monotonic()
+            elif idle_seconds is not None and time.monotonic() - quiet_since >= idle_seconds:
+                if follower.open_error is not None:
+                    raise follower.open_error
+                break
+            stop.wait(poll_seconds)
+    return follower.published
+
+
+def _key(info: CheckpointInfo) -> tuple[str, str]:
+    return info.name, info.manifest.created
+
+
+@contextmanager
+def _stop_on_signal() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set; a second signal acts as it did before. Only in the main thread."""
+    stop, before = threading.Event(), dict[int, Any]()
+
+    def put_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def note(*_: object) -> None:
+        stop.set()
+        put_back()
+
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        put_back()

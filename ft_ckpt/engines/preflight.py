@@ -1,0 +1,259 @@
+"""What an engine would refuse, drop or misread of a checkpoint, from its files alone.
+
+Sources: vLLM 0.32 (lora/peft_helper.py, lora/utils.py, docs/features/lora.md), SGLang (srt/lora/lora_config.py). Older
+versions read fewer fields without a word, so what they would ignore is refused as well.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ft_ckpt.checkpoint.manifest import PartRecord
+from ft_ckpt.checkpoint.open_checkpoint import hold_open
+from ft_ckpt.errors import CheckpointError, ConfigError, is_number, listing
+from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.model.base_model import differing_elements
+from ft_ckpt.model.folder import open_folder
+from ft_ckpt.model.settings import quantisation_of
+from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.store import Store, read_text
+
+ENGINES = ("vllm", "sglang")
+MOST_RANK = 16  # of vLLM without --max-lora-rank
+_MERGE = "merge it (`ft-ckpt merge`) and publish full weights"
+_EXPORT = "convert it (`ft-ckpt export ADAPTER OUT --for vllm`)"
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
+_FLOATS = ("float64", "float32", "bfloat16", "float16")
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+_INNER, _OUTER = ".lora_A.weight", ".lora_B.weight"
+_PREFIX = "base_model.model."  # PEFT's
+_UNREAD = (  # fields of LoRA variants that engines neither read nor apply
+    *("use_dora", "lora_bias", "use_bdlora", "use_qalora", "alora_invocation_tokens", "layer_replication"),
+    *("arrow_config", "kasa_config", "monteclora_config"),
+)
+
+
+def check_for(engine: str, folder: str | Place, *, max_lora_rank: int = MOST_RANK) -> list[str]:
+    """The reasons why `engine` ("vllm" or "sglang") would not serve the adapter or model in `folder` as it was trained.
+
+    Each is one line: the field or file, what was found, what is expected, what to do. An empty list is no promise that
+    the engine knows the architecture; a publish asks the engine itself. `max_lora_rank`: the engine's own setting.
+
+    Raises ConfigError for an unknown engine, and what opening the folder raises.
+    """
+    check_engine(engine)
+    with hold_open(folder) as place, closing(open_folder(place, place)) as file:
+        return list(findings(engine, place.folder, file, max_lora_rank))
+
+
+def check_engine(engine: str) -> None:
+    """Raise ConfigError unless the name is that of a known engine."""
+    if engine not in ENGINES:
+        raise ConfigError(f"engine={engine!r}: expected one of {', '.join(ENGINES)}")
+
+
+def findings(engine: str, store: Store, file: TensorFile, max_lora_rank: int = MOST_RANK) -> Iterator[str]:
+    """As `check_for`, of an open folder."""
+    settings = _settings(store, "adapter_config.json")
+    if settings is None:
+        yield from _model_findings(store, file)
+        return
+    if not any(each.name.startswith("adapter_model.") for each in store.list()):
+        yield "adapter_model.safetensors: missing; expected beside adapter_config.json"
+    for field in _PATTERNS:
+        if settings.get(field):
+            yield f"{field}: set, and read by few versions of {engine}: others scale wrongly without a word; {_EXPORT}"
+    yield from adapter_findings(settings, file, max_lora_rank)
+
+
+def needs_export(store: Store) -> bool:
+    """Whether the folder has an adapter with patterns, which `export` folds into the matrices."""
+    settings = _settings(store, "adapter_config.json") or {}
+    return any(settings.get(field) for field in _PATTERNS)
+
+
+def adapter_findings(settings: Mapping[str, Any], file: TensorFile, max_lora_rank: int) -> Iterator[str]:
+    """The findings of an adapter with the `settings` of adapter_config.json, apart from those that an export mends."""
+    kind = settings.get("peft_type")
+    if kind != "LORA":
+        yield f"peft_type: {kind}, expected LORA; {_MERGE}"
+        return
+    wrong_ranks = list(_rank_findings(settings, max_lora_rank))
+    yield from wrong_ranks
+    yield from _field_findings(settings)
+    other = sorted({name for name in file.specs if not name.endswith((_INNER, _OUTER))})
+    if other:
+        yield f"{other[0]}: one of {len(other)} tensors that are no LoRA matrices, which would be dropped; {_MERGE}"
+    yield from [] if wrong_ranks else _matrix_findings(settings, file)
+    yield from _nonfinite(file)
+
+
+def rank_and_scale(settings: Mapping[str, Any], layer: str) -> tuple[int, float]:
+    """The rank of a layer's matrices, and the factor of their product, by PEFT's rule.
+
+    The first key of a pattern counts that is the end of the layer's path, from a dot on, as a regular expression.
+    """
+
+    def chosen(field: str, default: Any) -> Any:
+        pattern = dict(_pattern(settings, field))
+        return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", layer)), default)
+
+    rank = chosen("rank_pattern", settings["r"])
+    alpha = float(chosen("alpha_pattern", settings.get("lora_alpha", 8)))
+    return rank, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+
+def lora_layers(file: TensorFile) -> dict[str, str]:
+    """The paths in the base model of the layers that have matrices, with the beginning of their tensors' names."""
+    heads = (name.removesuffix(_INNER).removesuffix(_OUTER) for name in file.specs if name.endswith((_INNER, _OUTER)))
+    return {head.removeprefix(_PREFIX): head for head in heads}
+
+
+def base_findings(record: PartRecord, base_path: str) -> Iterator[str]:
+    """The finding that the server's base, in the folder `base_path`, is another one than the adapter's.
+
+    None where that is no folder of this machine, or has none of the sampled tensors under their names.
+    """
+    place = open_place(base_path) if Path(base_path).is_dir() else None
+    if place is None or record.base is None:
+        return
+    try:
+        with hold_open(place, compares=False) as held, closing(open_folder(held, place)) as file:
+            names = differing_elements(file, record)
+    except (CheckpointError, OSError):
+        return  # not readable by us
+    if names:
+        yield (
+            f"{listing(names, ', ', 3)}: {len(names)} of {len(record.base.fingerprint)} sampled tensors of the base "
+            f"that the server holds, {base_path}, differ from the one that the adapter was trained on "
+            f"({record.base.id or 'built in memory'}); start the server with that base"
+        )
+
+
+def _rank_findings(settings: Mapping[str, Any], most: int) -> Iterator[str]:
+    ranks = {f"rank_pattern[{key!r}]": value for key, value in _pattern(settings, "rank_pattern")}
+    for field, rank in {"r": settings.get("r"), **ranks}.items():
+        if not isinstance(rank, int) or not 0 < rank <= most:
+            yield f"{field}: {rank}, expected 1 to {most}; start the server with a larger --max-lora-rank, or {_MERGE}"
+    alphas = {f"alpha_pattern[{key!r}]": value for key, value in _pattern(settings, "alpha_pattern")}
+    for field, alpha in {"lora_alpha": settings.get("lora_alpha", 8), **alphas}.items():
+        if not is_number(alpha):
+            yield f"{field}: {alpha}, expected a number; use another copy"
+    for key in (key for field in _PATTERNS for key, _ in _pattern(settings, field)):
+        if not _is_expression(key):
+            yield f"rank_pattern, alpha_pattern: {key!r} is no regular expression; use another copy"
+
+
+def _is_expression(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
+def _matrix_findings(settings: Mapping[str, Any], file: TensorFile) -> Iterator[str]:
+    """Layers without two matrices of the rank that the settings give them."""
+    wrong = []
+    for layer, head in lora_layers(file).items():
+        rank, _ = rank_and_scale(settings, layer)
+        shapes = [
+            tuple(file.specs[name].shape) if name in file.specs else () for name in (head + _INNER, head + _OUTER)
+        ]
+        if [len(shape) for shape in shapes] != [2, 2] or (shapes[0][0], shapes[1][1]) != (rank, rank):
+            wrong.append(
+                f"{layer}: shapes {list(shapes[0])} and {list(shapes[1])}, expected two matrices of rank {rank}"
+            )
+    if wrong:
+        yield f"{listing(wrong, '; ', 3)}; engines have no place for them, {_MERGE}"
+
+
+def _field_findings(settings: Mapping[str, Any]) -> Iterator[str]:
+    for field in _UNREAD:
+        if settings.get(field):
+            yield f"{field}: set, and neither read nor applied; {_MERGE}"
+    if settings.get("bias") not in (None, "none"):
+        yield f"bias: {settings['bias']!r}, expected 'none': trained biases would be dropped; {_MERGE}"
+    if settings.get("modules_to_save"):
+        yield f"modules_to_save: {settings['modules_to_save']}, which would be dropped; {_MERGE}"
+    if settings.get("trainable_token_indices"):
+        yield f"trainable_token_indices: set, and trained tokens would be dropped; {_MERGE}"
+    if settings.get("target_parameters"):
+        names = settings["target_parameters"]
+        yield f"target_parameters: {names}: fused experts, which engines order differently; {_MERGE}"
+    start = settings.get("init_lora_weights")
+    if start not in _PLAIN_STARTS:
+        yield (
+            f"init_lora_weights: {start!r} changed the base, so that the adapter fits no other; save it with "
+            f"path_initial_model_for_weight_conversion, or {_MERGE}"
+        )
+
+
+def _model_findings(store: Store, file: TensorFile) -> Iterator[str]:
+    config = _settings(store, "config.json")
+    if config is None:
+        yield "config.json: missing or no JSON object; engines choose the architecture by it"
+        return
+    if not config.get("architectures"):
+        yield "config.json: no architectures; engines choose the model's class by it"
+    if config.get("auto_map"):
+        yield f"config.json: auto_map {config['auto_map']}: engines run code of its own with --trust-remote-code only"
+    there = {each.name for each in store.list()}
+    if not any(name.endswith(".safetensors") for name in there):
+        yield "*.safetensors: missing; engines read no other format by default; `ft-ckpt convert SRC DST`"
+    if not there & {"tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tokenizer_config.json"}:
+        yield "tokenizer.json: missing; the server would have no tokenizer; save the tokenizer with the model"
+    field = quantisation_of(store)
+    if field is not None:
+        yield f"config.json: {field}: quantised weights, which are not compared after a publish; merge or dequantise"
+    yield from _shape_findings(config, file)
+    yield from _nonfinite(file)
+
+
+def _shape_findings(config: Mapping[str, Any], file: TensorFile) -> Iterator[str]:
+    """Contradictions between the config and the tensors that every decoder shows."""
+    text = config.get("text_config")
+    inner: Mapping[str, Any] = text if isinstance(text, dict) else config
+    vocabulary, hidden = inner.get("vocab_size"), inner.get("hidden_size")
+    for name, spec in file.specs.items():
+        if name.endswith("embed_tokens.weight") and len(spec.shape) == 2:
+            for field, expected, size in (
+                ("vocab_size", vocabulary, spec.shape[0]),
+                ("hidden_size", hidden, spec.shape[1]),
+            ):
+                if isinstance(expected, int) and expected != size:
+                    shape = list(spec.shape)
+                    yield f"{name}: shape {shape}, expected {field} {expected} of config.json; use another checkpoint"
+    layers, held = inner.get("num_hidden_layers"), _layers_in(file.specs)
+    if isinstance(layers, int) and held and max(held) + 1 != layers:
+        yield f"config.json: num_hidden_layers {layers}, and tensors of {max(held) + 1} layers; use another checkpoint"
+
+
+def _layers_in(names: Iterable[str]) -> set[int]:
+    found = (name.partition(".layers.")[2].partition(".")[0] for name in names if ".layers." in name)
+    return {int(number) for number in found if number.isdecimal()}
+
+
+def _nonfinite(file: TensorFile) -> Iterator[str]:
+    for name, spec in file.specs.items():
+        if spec.dtype in _FLOATS and not torch.isfinite(file.read(name)).all():
+            yield f"{name}: NaN or infinite elements; use an older checkpoint"
+
+
+def _pattern(settings: Mapping[str, Any], field: str) -> list[tuple[str, Any]]:
+    found = settings.get(field)
+    return list(found.items()) if isinstance(found, dict) else []
+
+
+def _settings(store: Store, name: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(read_text(store, name))
+    except (CheckpointError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

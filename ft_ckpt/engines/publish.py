@@ -1,0 +1,666 @@
+"""Publish a committed checkpoint into running inference servers, and prove that they hold it.
+
+An adapter gets a name of its own for each version and is never loaded again under it: servers answer from caches that
+are keyed by the name. Full weights are loaded in place while generation is paused; the version that a server reports
+says "(loading)" meanwhile, so that a publisher that is killed leaves no server that claims what it does not hold.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.engines.client import Client
+from ft_ckpt.engines.expected import compare_digests, is_known
+from ft_ckpt.engines.export import export
+from ft_ckpt.engines.preflight import base_findings, findings, needs_export
+from ft_ckpt.engines.servers import Server, connect, probe
+from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, EngineError, LoadError, damaged_input, listing
+from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.messages import LOG
+from ft_ckpt.model.folder import open_folder
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.store import Store, read_text
+from ft_ckpt.transfer.push import pull
+
+_RESUME_TRIES, _RESUME_PAUSE_SECONDS = 4, 1.0
+_LOADING = " (loading)"  # after the version of a server whose weights are being replaced
+_UNCHECKED = "the version only"
+_SHAPE_FIELDS = (  # of config.json; a server keeps those that it was started with
+    *("architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size"),
+)
+_ANY_RANK = 1 << 20  # the server knows its own limit
+_FIRST_VERSION = "default"  # what vLLM and SGLang report of the weights that they were started with
+_ALIKE = 1e-4  # log probabilities nearer than this are one answer
+_NEAR = 0.1  # of log probabilities computed in bfloat16, and their reference in float32
+
+
+@dataclass(frozen=True)
+class ServerReport:
+    """One server after a publish."""
+
+    url: str
+    engine: str
+    """The engine and its version, such as "vLLM 0.32.0"."""
+    before: str | None
+    """The version of the weights it held; None for an adapter, and where the server does not say."""
+    is_new: bool
+    """False if it held this version already, and nothing was sent."""
+    checked: str
+    """What was compared, such as "27 of 27 parameters equal to the files"."""
+    paused_seconds: float = 0.0
+    """For how long it generated nothing."""
+    unloaded: tuple[str, ...] = ()
+    """Older versions of the adapter that were unloaded."""
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """A finished publish: every server holds the checkpoint."""
+
+    path: Path | str
+    """The checkpoint."""
+    kind: str
+    """"adapter" or "weights"."""
+    name: str
+    """The model to ask for: the adapter's name with its version (on SGLang "BASE:NAME"), or the name of the base."""
+    version: str
+    """The version: of an adapter the part after "@"; of weights the one that servers report."""
+    servers: tuple[ServerReport, ...]
+    """The servers, in the order of their URLs."""
+    seconds: float
+    """From the call to the last answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions:
+    """How a checkpoint is published; the arguments of `publish`."""
+
+    name: str | None = None
+    version: str | None = None
+    kind: str = "auto"
+    part: str | None = None
+    visible_at: Mapping[str, str] = field(default_factory=dict)
+    stage: Path | None = None
+    keep: int = 2
+    in_flight: str = "wait"
+    check: str = "all"
+    base: Any = None
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    timeout_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        choices = {
+            "kind": ("auto", "adapter", "weights"),
+            "in_flight": ("wait", "keep", "abort"),
+            "check": ("all", "listed"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+        if not isinstance(self.keep, int) or self.keep < 0:
+            raise ConfigError(f"keep={self.keep!r}: expected a number of older versions, at least 0")
+        for name in ("name", "version"):
+            value = getattr(self, name)
+            if value is not None and not re.fullmatch(r"[\w.-]+", value):
+                raise ConfigError(f"{name}={value!r}: expected letters, digits, dots, dashes and underscores")
+
+
+def publish(
+    checkpoint: str | Path | Place,
+    url: str | Sequence[str],
+    *,
+    name: str | None = None,
+    version: str | None = None,
+    kind: str = "auto",
+    part: str | None = None,
+    visible_at: Mapping[str, str] | None = None,
+    stage: str | Path | None = None,
+    keep: int = 2,
+    in_flight: str = "wait",
+    check: str = "all",
+    base: Any = None,
+    headers: Mapping[str, str] | None = None,
+    timeout_seconds: float = 300.0,
+) -> PublishReport:
+    """Load the committed `checkpoint` into the running server at `url`, or into several, and prove that they hold it.
+
+    Servers of vLLM, SGLang, and others with SGLang's calls. All servers hold the checkpoint when this returns, or none:
+    after a failure each is given back what it held, and the error says what it holds now. The digests of all files are
+    compared first, and the checkpoint is leased until the servers have answered.
+
+    An adapter is loaded as `name`@`version`, by default the run's folder, the step and the head of the manifest's
+    digest, as in "policy@500-3fa9c1d2", and never loaded again under a name. It is refused beforehand if the engine
+    would drop or misread part of it. Then the server must list it, and its answers to three prompts must differ from
+    the base's; with `base` (the base model, as `load_model` takes it) they must also be those of transformers and PEFT.
+    Of older versions under `name`, the `keep` newest stay loaded.
+
+    Full weights are loaded in place: the server is paused (requests `in_flight`: "wait" for their end, "keep" them, or
+    "abort"), reads the files, drops its caches, reports the SHA-256 of its parameters, which are compared with those
+    that the files give, and goes on. `check`="listed" leaves out the comparison of digests and answers.
+
+    `kind`: "adapter", "weights", or "auto" by what the checkpoint holds; `part`: one of several parts. `visible_at`:
+    the path at which the servers see a folder of this machine, as in {"/mnt/runs": "/data/runs"}. `stage`: a folder
+    that servers see, into which a checkpoint in a bucket is pulled (by default the cache), and an adapter exported that
+    the engine would misread otherwise (see `export`; by default it is refused). `headers` are sent with each
+    request; without an Authorization among them the environment variable FT_CKPT_ENGINE_TOKEN is sent as bearer token.
+
+    Raises ConfigError for arguments or servers that cannot be, NotACheckpointError or CorruptError for the checkpoint,
+    LoadError naming all that the engine would misread, EngineError when a server refuses, does not answer or holds
+    something else.
+    """
+    options = PublishOptions(
+        name=name, version=version, kind=kind, part=part, visible_at=visible_at or {}, keep=keep, in_flight=in_flight,
+        stage=None if stage is None else Path(stage), check=check, base=base, headers=headers or {},
+        timeout_seconds=timeout_seconds,
+    )  # fmt: skip
+    return publish_with(checkpoint, [url] if isinstance(url, str) else list(url), options)
+
+
+def publish_with(checkpoint: str | Path | Place, urls: Sequence[str], options: PublishOptions) -> PublishReport:
+    """As `publish`, with its options in one object."""
+    begun = time.monotonic()
+    if not urls or len({*urls}) < len(urls):
+        raise ConfigError(f"{', '.join(urls) or 'no URL'}: expected one or more servers, each once")
+    servers = [connect(Client(url, options.headers, options.timeout_seconds)) for url in urls]
+    with _exported(open_place(checkpoint), servers, options) as (held, record, options):
+        folder = _Folder.of(held.path / record.path, options)
+        with closing(open_folder(Place(held.store, record.path), Place(held.origin, record.path))) as file:
+            _refuse_misread(servers, held, record, file, options)
+            if record.kind == "adapter":
+                adapter = _Adapter(_adapter_name(held, options), folder, _reference(held, record, file, options))
+                reports = _publish_adapter(servers, adapter, options)
+                kind, served, version = "adapter", adapter.name, adapter.name.partition("@")[2]
+            else:
+                version = options.version or _weights_version(held)
+                config = _config_in(Place(held.store, record.path).folder)
+                served, reports = _publish_weights(servers, _Weights(version, folder, held.path, file, config, options))
+                kind = "weights"
+    return PublishReport(
+        open_place(checkpoint).location, kind, served, version, tuple(reports), time.monotonic() - begun
+    )
+
+
+# The checkpoint
+
+
+@contextmanager
+def _exported(
+    place: Place, servers: Sequence[Server], options: PublishOptions
+) -> Iterator[tuple[OpenCheckpoint, PartRecord, PublishOptions]]:
+    """As `_opened`; of an adapter with patterns its export, made in the folder `stage` if that is given."""
+    with _opened(place, options) as (held, record):
+        if options.stage is None or record.kind != "adapter" or not needs_export(Place(held.store, record.path).folder):
+            yield held, record, options
+            return
+        name, _, version = _adapter_name(held, options).partition("@")
+        plain = options.stage / f"{name}-{version}-{held.identity[:8]}"
+        if not (plain / MANIFEST_NAME).exists():
+            export(held.path / record.path, plain, servers[0].engine.lower())
+        with _opened(open_place(plain), replace(options, part=None)) as (held, record):
+            yield held, record, replace(options, name=name, version=version)
+
+
+@contextmanager
+def _opened(place: Place, options: PublishOptions) -> Iterator[tuple[OpenCheckpoint, PartRecord]]:
+    """The checkpoint on this machine, leased and compared with its digests; and the part to publish."""
+    if not isinstance(place.store, LocalStore):
+        folder = None if options.stage is None else options.stage / place.last_step
+        place = open_place(pull(place, folder, overwrite=folder is not None).path)
+    with open_checkpoint(place, compares=False) as held:
+        if problems := held.find_problems(deep=True):
+            raise CorruptError(f"{held.path}: {listing(list(problems))}; not published, use another checkpoint")
+        held.let_go()
+        yield held, _chosen_part(held, options)
+
+
+def _chosen_part(held: OpenCheckpoint, options: PublishOptions) -> PartRecord:
+    kinds = {"auto": ("adapter", "model"), "adapter": ("adapter",), "weights": ("model",)}[options.kind]
+    parts = [part for part in held.manifest.parts if part.kind in kinds and options.part in (None, part.name)]
+    adapters = [part for part in parts if part.kind == "adapter"]
+    chosen = adapters or parts
+    if len(chosen) != 1:
+        known = ", ".join(f"{part.name or 'the whole model'} ({part.kind})" for part in held.manifest.parts)
+        raise LoadError(
+            f"{held.path}: {len(chosen) or 'no'} parts to publish as {options.kind}; it holds {known}; "
+            "name one of them with part= and kind="
+        )
+    return chosen[0]
+
+
+def _refuse_misread(
+    servers: Sequence[Server], held: OpenCheckpoint, record: PartRecord, file: TensorFile, options: PublishOptions
+) -> None:
+    engines = sorted({server.engine.lower() for server in servers})
+    store = Place(held.store, record.path).folder
+    found = [line for engine in engines for line in findings(engine, store, file, _ANY_RANK)]
+    for server in servers if record.kind == "adapter" else ():
+        if server.weight_version() in (None, _FIRST_VERSION):
+            found += base_findings(record, _own_path(server.served().base_path, options.visible_at))
+    if found:
+        raise LoadError(f"{held.path}: not published: {listing(list(dict.fromkeys(found)))}")
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """The folder to publish."""
+
+    here: Path
+    there: str  # its path as the servers see it
+
+    @classmethod
+    def of(cls, here: Path, options: PublishOptions) -> "_Folder":
+        """With the longest folder of `visible_at` that leads to it replaced."""
+        here, visible_at = here.absolute(), options.visible_at
+        fitting = [folder for folder in visible_at if here.is_relative_to(Path(folder).absolute())]
+        if visible_at and not fitting:
+            raise ConfigError(
+                f"{here}: below no folder of visible_at= ({', '.join(visible_at)}); the servers do not see it"
+            )
+        if not fitting:
+            return cls(here, str(here))
+        folder = max(fitting, key=len)
+        return cls(here, str(Path(visible_at[folder]) / here.relative_to(Path(folder).absolute())))
+
+    def __str__(self) -> str:
+        return str(self.here) if str(self.here) == self.there else f"{self.here}, for the server {self.there}"
+
+
+def _own_path(path: str | None, visible_at: Mapping[str, str]) -> str:
+    """The path on this machine of what the servers see at `path`; "" if that is not known."""
+    for folder, seen in visible_at.items():
+        if path and Path(path).is_relative_to(seen):
+            return str(Path(folder) / Path(path).relative_to(seen))
+    return path or ""
+
+
+def _run_name(held: OpenCheckpoint) -> str:
+    return re.sub(r"[^\w.-]+", "-", held.path.absolute().parent.name) or "run"
+
+
+def _adapter_name(held: OpenCheckpoint, options: PublishOptions) -> str:
+    step = held.manifest.step
+    head = held.path.name if step is None else str(step)
+    version = options.version or f"{head}-{held.identity[:8]}"  # the same step may have been saved again
+    return f"{options.name or _run_name(held)}@{version}"
+
+
+def _weights_version(held: OpenCheckpoint) -> str:
+    return f"{_run_name(held)}/{held.path.name}#{held.identity[:16]}"
+
+
+# All servers
+
+
+def _on_each(each: Sequence[Any], step: Callable[[Any], Any]) -> list[Any]:
+    """What `step` returns for each server, all at once, or the CheckpointError that it raises."""
+
+    def outcome(one: Any) -> Any:
+        try:
+            return step(one)
+        except CheckpointError as error:
+            return error
+
+    with ThreadPoolExecutor(max(1, len(each))) as pool:
+        return list(pool.map(outcome, each))
+
+
+def _problems(outcomes: Sequence[Any]) -> list[str]:
+    return [str(each) for each in outcomes if isinstance(each, CheckpointError)]
+
+
+# Adapters
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What the answers of an adapter are compared with."""
+
+    is_neutral: bool  # the adapter changes nothing: its answers are the base's
+    base: list[list[float]] | None = None  # log probabilities of transformers, as `probe` gives them
+    adapted: list[list[float]] | None = None
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    name: str
+    folder: _Folder
+    reference: _Reference | None  # None: answers are not compared
+
+
+def _publish_adapter(servers: Sequence[Server], adapter: _Adapter, options: PublishOptions) -> list[ServerReport]:
+    """Load the adapter everywhere and compare the answers; unload it everywhere when one server fails."""
+    was_there = _on_each(servers, lambda server: _has_adapter(server, adapter.name))
+    if problems := _problems(was_there):
+        raise EngineError(f"{listing(problems)}; no adapter was loaded")
+    new = [server for server, there in zip(servers, was_there, strict=True) if not there]
+    outcomes = _on_each(new, lambda server: _load_adapter(server, adapter, options))
+    checks: list[Any] = []
+    if not _problems(outcomes):
+        checks = _on_each(servers, lambda server: _check_adapter(server, adapter))
+    if problems := _problems([*outcomes, *checks]):
+        left = _problems(_on_each(new, lambda server: server.unload_adapter(adapter.name)))
+        still = f"; {listing(left)}: it may hold {adapter.name} now" if left else ""
+        raise EngineError(
+            f"{listing(problems)}; {adapter.name} (from {adapter.folder}) was unloaded where it was new; older "
+            f"versions answer as before{still}"
+        )
+    unloaded = _on_each(servers, lambda server: _unload_older(server, adapter.name, options.keep))
+    if problems := _problems(unloaded):
+        LOG.warning("%s: published, but older versions are still loaded: %s", adapter.name, listing(problems))
+    return [
+        ServerReport(
+            server.client.url, f"{server.engine} {server.version}", None, server in new, check,
+            unloaded=gone if isinstance(gone, tuple) else (),
+        )
+        for server, check, gone in zip(servers, checks, unloaded, strict=True)
+    ]  # fmt: skip
+
+
+def _has_adapter(server: Server, name: str) -> bool:
+    """Whether it is loaded. Raises EngineError for a server that waits for full weights: it would not answer."""
+    if (server.weight_version() or "").endswith(_LOADING) or server.is_paused():
+        raise EngineError(
+            f"{server.client.url}: paused, or between two versions of its weights; if no other publish is under way, "
+            "publish full weights again"
+        )
+    return name in server.served().adapters
+
+
+def _load_adapter(server: Server, adapter: _Adapter, options: PublishOptions) -> None:
+    server.load_adapter(adapter.name, adapter.folder.there)
+    if options.version is not None:  # another adapter may have had this name, and left its states in a cache
+        server.drop_caches()
+
+
+def _check_adapter(server: Server, adapter: _Adapter) -> str:
+    """The result of the checks. Raises EngineError when the server does not list the adapter, or does not apply it."""
+    served, url = server.served(), server.client.url
+    if adapter.name not in served.adapters:
+        raise EngineError(f"{url}: {adapter.name}: not in its list of models after it was loaded")
+    path = served.adapters[adapter.name]
+    if path is not None and path != adapter.folder.there:
+        raise EngineError(
+            f"{url}: {adapter.name}: loaded from {path}, expected {adapter.folder}; give another version="
+        )
+    if adapter.reference is None:
+        return "listed"
+    if adapter.reference.is_neutral:
+        return "listed; the adapter changes nothing, so its answers prove nothing"
+    base, adapted = probe(server, served.base), probe(server, server.model_name(served.base, adapter.name))
+    moved = _distance(base, adapted)
+    if moved < _ALIKE:
+        raise EngineError(
+            f"{url}: {adapter.name}: answers as the base does; the server does not apply it (names of its layers?), or "
+            "it is too close to the base for three prompts: then check='listed'"
+        )
+    if adapter.reference.base is None or adapter.reference.adapted is None:
+        return f"listed; answers differ from the base's by up to {moved:.3f}"
+    error, other = _distance(adapter.reference.adapted, adapted), _distance(adapter.reference.base, adapted)
+    if error > _NEAR or (error > other and _distance(adapter.reference.base, adapter.reference.adapted) > 2 * _NEAR):
+        raise EngineError(
+            f"{url}: {adapter.name}: its log probabilities are {error:.3f} from those of transformers and PEFT, "
+            f"expected at most {_NEAR}; the server applies it otherwise (scaling, order of layers?)"
+        )
+    return f"listed; answers are those of transformers and PEFT within {error:.3f}"
+
+
+def _unload_older(server: Server, name: str, keep: int) -> tuple[str, ...]:
+    """Unload all but the `keep` newest of the older versions under the same name."""
+    mine = [other for other in server.served().adapters if other.partition("@")[0] == name.partition("@")[0]]
+    older = sorted((other for other in mine if _natural_order(other) < _natural_order(name)), key=_natural_order)
+    gone = older[: max(0, len(older) - keep)]
+    for other in gone:
+        server.unload_adapter(other)
+    return tuple(gone)
+
+
+def _natural_order(text: str) -> list[Any]:
+    return [(0, int(each), "") if each.isdecimal() else (1, 0, each) for each in re.split(r"(\d+)", text) if each]
+
+
+def _distance(one: list[list[float]], other: list[list[float]]) -> float:
+    """The largest difference of the log probabilities that both have."""
+    pairs = (pair for first, second in zip(one, other, strict=True) for pair in zip(first, second, strict=False))
+    return max((abs(a - b) for a, b in pairs), default=0.0)
+
+
+def _reference(
+    held: OpenCheckpoint, record: PartRecord, file: TensorFile, options: PublishOptions
+) -> _Reference | None:
+    if options.check == "listed":
+        return None
+    outer = [name for name in file.specs if name.endswith("lora_B.weight")]
+    is_neutral = bool(outer) and not any(bool(file.read(name).any()) for name in outer)
+    if options.base is None or is_neutral:
+        return _Reference(is_neutral)
+    from ft_ckpt.engines.reference import reference_answers  # loads the models
+
+    return _Reference(False, *reference_answers(held.path, record.name, options.base))
+
+
+# Full weights
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Full weights to load, from open files."""
+
+    version: str
+    folder: _Folder
+    checkpoint: Path
+    file: TensorFile
+    config: Mapping[str, Any]
+    options: PublishOptions
+
+
+@dataclass
+class _Update:
+    """One server during a publish of weights."""
+
+    server: Server
+    before: str | None = None
+    base: str = ""  # the name that it serves
+    base_path: str | None = None  # where it loaded its first weights from
+    is_new: bool = True
+    has_begun: bool = False  # its weights, or the version that it reports, may no longer be those of `before`
+    paused_at: float | None = None
+    paused_seconds: float = 0.0
+    digests: Mapping[str, str] | None = None
+    checked: str = _UNCHECKED
+
+
+def _publish_weights(servers: Sequence[Server], weights: _Weights) -> tuple[str, list[ServerReport]]:
+    """Pause, load and compare everywhere, tell the version, go on; after a failure load the version before.
+
+    Returns the name of the served model, and a report of each server.
+    """
+    updates = [_Update(server) for server in servers]
+    if problems := _problems(_on_each(updates, lambda update: _prepare(update, weights))):
+        raise EngineError(f"{listing(problems)}; nothing was loaded, all servers hold what they held before")
+    new = [update for update in updates if update.is_new]
+    try:
+        problems = _problems(_on_each(new, lambda update: _load_weights(update, weights))) or _unlike(updates)
+        if not problems:
+            problems = _problems(_on_each(new, lambda update: update.server.set_weight_version(weights.version)))
+        held = _put_all_back(new, weights) if problems else []
+    except BaseException:  # such as KeyboardInterrupt
+        LOG.warning("%s: publish interrupted: %s", weights.version, listing(_put_all_back(new, weights)))
+        raise
+    finally:
+        paused = _problems(_on_each(new, _resume))
+    if problems:
+        raise EngineError("; ".join([*problems, *(held or ["all servers hold what they held before"]), *paused]))
+    if paused:
+        raise EngineError(f"{listing(paused)}; all servers hold {weights.version}")
+    return updates[0].base, [
+        ServerReport(
+            update.server.client.url, f"{update.server.engine} {update.server.version}", update.before, update.is_new,
+            update.checked, update.paused_seconds,
+        )
+        for update in updates
+    ]  # fmt: skip
+
+
+def _prepare(update: _Update, weights: _Weights) -> None:
+    """Ask the server what it holds. Raises EngineError for a model of other shapes than the served one."""
+    server = update.server
+    served = server.served()
+    update.before, update.base, update.base_path = server.weight_version(), served.base, served.base_path
+    if update.before == weights.version:
+        update.paused_at = time.monotonic()  # a publisher that was killed may have left it paused
+        _resume(update)
+        update.paused_seconds = 0.0
+        is_other = _difference(update, weights) is not None
+        is_compared = update.checked != _UNCHECKED
+        update.is_new = is_other or not (is_compared or weights.options.version is None)
+        return
+    base = _base_here(update, weights)
+    theirs = {} if base is None else _config_in(LocalStore(base))
+    for name in _SHAPE_FIELDS if theirs else ():
+        if theirs.get(name) != weights.config.get(name):
+            raise EngineError(
+                f"{server.client.url}: config.json: {name} {weights.config.get(name)} in {weights.folder}, "
+                f"{theirs.get(name)} in that of the served model, {base}; start a server with this model"
+            )
+
+
+def _load_weights(update: _Update, weights: _Weights) -> None:
+    server = update.server
+    update.paused_at = time.monotonic()
+    server.pause(weights.options.in_flight)
+    update.has_begun = True
+    server.set_weight_version(weights.version + _LOADING)
+    server.load_weights(weights.folder.there)
+    if wrong := _difference(update, weights):
+        raise EngineError(wrong)
+
+
+def _difference(update: _Update, weights: _Weights) -> str | None:
+    """How the digests that the server reports differ from those of the files; None if they do not."""
+    server = update.server
+    update.checked = _UNCHECKED
+    if weights.options.check == "listed":
+        return None
+    update.digests = server.digests()
+    if update.digests == {} and update.paused_at is not None:  # some versions do not answer while they are paused
+        server.resume()
+        update.digests = server.digests()
+        server.pause(weights.options.in_flight)
+    if not update.digests:
+        return None
+    found = compare_digests(update.digests, weights.file, weights.config)
+    if found.different and is_known(weights.config):
+        return (
+            f"{server.client.url}: {found.different[0]}: its SHA-256 is not that of the files in {weights.folder}, as "
+            f"of {len(found.different)} of {found.total} parameters; does the server see another copy of that folder?"
+        )
+    if found.equal:
+        update.checked = str(found)
+    return None
+
+
+def _unlike(updates: Sequence[_Update]) -> list[str]:
+    """A line for each server whose parameters differ from those of the first one with the same engine and names."""
+    found = []
+    for update in updates:
+        first = next(
+            each
+            for each in updates
+            if each.server.engine == update.server.engine
+            and (each.digests or {}).keys() == (update.digests or {}).keys()
+        )
+        names = [name for name, digest in (update.digests or {}).items() if digest != (first.digests or {})[name]]
+        if names:
+            url, other = update.server.client.url, first.server.client.url
+            found.append(f"{url}: {names[0]}: one of {len(names)} parameters that differ from those on {other}")
+    return found
+
+
+def _put_all_back(updates: Sequence[_Update], weights: _Weights) -> list[str]:
+    """Load what the servers held before whose update has begun; a line for each of what it holds now."""
+    return _on_each([update for update in updates if update.has_begun], lambda update: _put_back(update, weights))
+
+
+def _put_back(update: _Update, weights: _Weights) -> str:
+    url, before = update.server.client.url, update.before
+    try:
+        with _weights_before(update, weights) as old:
+            if old is None:
+                return f"{url} may hold a part of {weights.version}: where its version {before} came from is not known"
+            update.server.load_weights(old if isinstance(old, str) else old.folder.there)
+            if not isinstance(old, str) and (wrong := _difference(update, old)):
+                raise EngineError(wrong)
+            update.server.set_weight_version(str(before))
+    except (CheckpointError, OSError) as error:
+        return f"{url} may hold a part of {weights.version}, and {before} was not loaded again ({error})"
+    return f"{url} holds {before} again"
+
+
+@contextmanager
+def _weights_before(update: _Update, weights: _Weights) -> Iterator["_Weights | str | None"]:
+    """What to load again: a checkpoint near this one, or what the server was started with.
+
+    A path that the servers alone see, or None when it is not known.
+    """
+    options = weights.options
+    if update.before == _FIRST_VERSION:
+        base = _base_here(update, weights)
+        if base is None:
+            yield update.base_path
+            return
+        with closing(open_folder(open_place(base))) as file:
+            folder = _Folder(base, str(update.base_path))
+            yield _Weights(_FIRST_VERSION, folder, base, file, _config_in(LocalStore(base)), options)
+        return
+    found = re.fullmatch(r"([^/]+)/([^/#]+)#([0-9a-f]{16})", update.before or "")
+    if found is None:
+        yield None
+        return
+    here = weights.checkpoint.absolute().parent
+    for path in (here / found[2], *(folder / found[1] / found[2] for folder in here.parents[:2])):
+        if not path.is_dir():
+            continue
+        with _opened(open_place(path), options) as (held, record):
+            if not held.identity.startswith(found[3]):
+                continue  # of another run, or saved again since
+            folder, place = _Folder.of(held.path / record.path, options), Place(held.store, record.path)
+            with closing(open_folder(place, Place(held.origin, record.path))) as file:
+                yield _Weights(str(update.before), folder, held.path, file, _config_in(place.folder), options)
+            return
+    raise EngineError(f"it is neither in {here} nor in a run {found[1]!r} beside it, or was saved again since")
+
+
+def _base_here(update: _Update, weights: _Weights) -> Path | None:
+    """The folder that the server was started with, if this machine sees it."""
+    base = Path(_own_path(update.base_path, weights.options.visible_at))
+    return base if base.is_absolute() and (base / "config.json").is_file() else None
+
+
+def _config_in(store: Store) -> dict[str, Any]:
+    with damaged_input(store.where("config.json")):
+        return dict(json.loads(read_text(store, "config.json")))
+
+
+def _resume(update: _Update) -> None:
+    """Go on with generation; tried again, because a server must not stay paused."""
+    if update.paused_at is None:
+        return
+    for tries_left in range(_RESUME_TRIES - 1, -1, -1):
+        try:
+            update.server.resume()
+            break
+        except EngineError as error:
+            if not tries_left:
+                raise EngineError(f"{error}; {update.server.client.url} may be PAUSED: resume it by hand") from None
+            time.sleep(_RESUME_PAUSE_SECONDS)
+    update.paused_seconds, update.paused_at = time.monotonic() - update.paused_at, None

@@ -1,0 +1,31 @@
+"""The answers of transformers and PEFT that a server's are compared with."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ft_ckpt.engines.servers import PROBE_PROMPTS
+from ft_ckpt.model.load import load_model
+
+_TOP = 5
+
+
+def reference_answers(checkpoint: Path, part: str, base: Any) -> tuple[list[list[float]], list[list[float]]]:
+    """The highest log probabilities after each of PROBE_PROMPTS: of the base, and of the adapter on it.
+
+    In float32, on the CPU. Raises what `load_model` raises.
+    """
+    model = load_model(checkpoint, part=part or None, base=base).float().eval()
+    with model.disable_adapter():
+        plain = _answers(model)
+    return plain, _answers(model)
+
+
+@torch.no_grad()
+def _answers(model: Any) -> list[list[float]]:
+    found = []
+    for prompt in PROBE_PROMPTS:
+        logits = model(input_ids=torch.tensor([prompt])).logits[0, -1]
+        found.append(torch.log_softmax(logits.float(), -1).topk(_TOP).values.tolist())
+    return found

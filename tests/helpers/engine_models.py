@@ -1,0 +1,61 @@
+"""Small models that an inference server loads: a Llama, and a Qwen with grouped heads and a tied head."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+VOCABULARY = 1024
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+}
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def base_model(kind: str, seed: int = 0) -> Any:
+    """A random model in bfloat16: "llama" or "qwen"."""
+    torch.manual_seed(seed)
+    made: nn.Module
+    if kind == "llama":
+        made = LlamaForCausalLM(LlamaConfig(**_SIZES, num_key_value_heads=4, tie_word_embeddings=False))
+    else:
+        made = Qwen2ForCausalLM(Qwen2Config(**_SIZES, num_key_value_heads=2, tie_word_embeddings=True))
+    return made.to(torch.bfloat16).eval()
+
+
+def with_adapter(base: Any, seed: int, **settings: Any) -> Any:
+    """A LoRA adapter on all linear layers, with trained values."""
+    torch.manual_seed(seed)
+    config = LoraConfig(**{"r": 8, "lora_alpha": 16, "target_modules": LAYERS, "task_type": "CAUSAL_LM", **settings})
+    model = get_peft_model(base, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.02)
+    return model
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of VOCABULARY tokens, from the standard library's sources."""
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<unk>", "<s>", "</s>"])
+    made.train([str(path) for path in sorted(Path(json.__file__).parent.glob("*.py"))], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
