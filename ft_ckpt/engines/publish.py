@@ -198,6 +198,8 @@ def _exported(
     place: Place, servers: Sequence[Server], options: PublishOptions
 ) -> Iterator[tuple[OpenCheckpoint, PartRecord, PublishOptions]]:
     """As `_opened`; of an adapter with patterns its export, made in the folder `stage` if that is given."""
+    if options.name is None and not isinstance(place.store, LocalStore):
+        options = replace(options, name=_run_of(place))  # and not that of the folder that it is pulled into
     with _opened(place, options) as (held, record):
         if options.stage is None or record.kind != "adapter" or not needs_export(Place(held.store, record.path).folder):
             yield held, record, options
@@ -214,7 +216,7 @@ def _exported(
 def _opened(place: Place, options: PublishOptions) -> Iterator[tuple[OpenCheckpoint, PartRecord]]:
     """The checkpoint on this machine, leased and compared with its digests; and the part to publish."""
     if not isinstance(place.store, LocalStore):
-        folder = None if options.stage is None else options.stage / place.last_step
+        folder = None if options.stage is None else options.stage / _run_of(place) / place.last_step
         place = open_place(pull(place, folder, overwrite=folder is not None).path)
     with open_checkpoint(place, compares=False) as held:
         if problems := held.find_problems(deep=True):
@@ -283,19 +285,20 @@ def _own_path(path: str | None, visible_at: Mapping[str, str]) -> str:
     return path or ""
 
 
-def _run_name(held: OpenCheckpoint) -> str:
-    return re.sub(r"[^\w.-]+", "-", held.path.absolute().parent.name) or "run"
+def _run_of(place: Place) -> str:
+    """The name of the folder that a checkpoint is in, as a part of other names."""
+    return re.sub(r"[^\w.-]+", "-", Place(place.absolute.beside).last_step) or "run"
 
 
 def _adapter_name(held: OpenCheckpoint, options: PublishOptions) -> str:
     step = held.manifest.step
     head = held.path.name if step is None else str(step)
     version = options.version or f"{head}-{held.identity[:8]}"  # the same step may have been saved again
-    return f"{options.name or _run_name(held)}@{version}"
+    return f"{options.name or _run_of(Place(held.origin))}@{version}"
 
 
 def _weights_version(held: OpenCheckpoint) -> str:
-    return f"{_run_name(held)}/{held.path.name}#{held.identity[:16]}"
+    return f"{_run_of(Place(held.origin))}/{held.path.name}#{held.identity[:16]}"
 
 
 # All servers

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import trainers
+from buckets import in_bucket, new_bucket
 from conftest import EngineFiles
 from engine_models import base_model, tokenizer, with_adapter
 from engine_server import Engine, serving
@@ -27,7 +28,7 @@ from ft_ckpt.engines.follow import Publisher, follow_run, publish_goal
 from ft_ckpt.engines.publish import PublishOptions, PublishReport
 from ft_ckpt.errors import ConfigError, EngineError, NotACheckpointError
 from ft_ckpt.integrations.trainer import FtCkptCallback
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage.place import Place, open_place
 
 QUICK = PublishOptions(name="policy", keep=9, timeout_seconds=5)
 
@@ -35,7 +36,7 @@ QUICK = PublishOptions(name="policy", keep=9, timeout_seconds=5)
 class Following:
     """What a follower did."""
 
-    def __init__(self, run: Path, *urls: str, idle_seconds: float = 0.5, **options: Any) -> None:
+    def __init__(self, run: Path | Place, *urls: str, idle_seconds: float = 0.5, **options: Any) -> None:
         self.steps: list[int] = []
         self.troubles: list[str] = []
         self.actions: list[Callable[[], object]] = []  # done one after each publish
@@ -191,6 +192,21 @@ def test_what_cannot_be_is_an_error_at_once(files: EngineFiles, run: Path) -> No
     put(files, run, 1)
     with serving(files.base) as engine, pytest.raises(ConfigError, match="below no folder of visible_at"):
         Following(run, engine.url, how=PublishOptions(visible_at={"/elsewhere": "/data"})).go()
+
+
+def test_a_run_in_a_bucket_is_followed(files: EngineFiles, tmp_path: Path) -> None:
+    bucket = new_bucket("team/policy")
+    put(files, tmp_path / "run", 1)
+    in_bucket(tmp_path / "run/checkpoint-1", bucket)
+    with serving(files.base) as engine:
+        how = PublishOptions(stage=tmp_path / "seen", timeout_seconds=5)
+        following = Following(Place(bucket), engine.url, how=how)
+        following.actions = [lambda: in_bucket(put(files, tmp_path / "run", 2), bucket)]
+        following.go()
+        assert (following.steps, following.troubles) == ([1, 2], [])
+        assert [name.partition("-")[0] for name in engine.adapters] == ["policy@1", "policy@2"]
+        paths = [Path(each.body["lora_path"]) for each in engine.asked("/v1/load_lora_adapter")]
+        assert paths == [tmp_path / f"seen/policy/checkpoint-{step}" for step in (1, 2)]
 
 
 def test_full_weights_are_followed(files: EngineFiles, tmp_path: Path) -> None:
