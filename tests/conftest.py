@@ -30,10 +30,10 @@ extensions.settle_folder()
 
 # A file runs on one worker, so what takes a minute must not begin when the other worker has nothing left.
 LONGEST_FILES = (
-    *("test_distributed", "test_check_resume", "test_trainer", "test_position", "test_examples"),
-    *("test_resume_wrappers", "test_documents", "test_direct", "test_background", "test_faults", "test_bench"),
-    *("test_killed", "test_zero_optimizer", "test_commit", "test_structure", "test_compression", "test_reuse"),
-    *("test_hdf5", "test_running", "test_resume", "test_opening", "test_convert"),
+    *("test_distributed", "test_documents", "test_trainer", "test_ranks_behaviour", "test_check_resume", "test_follow"),
+    *("test_position", "test_examples", "test_publish_cli", "test_staging", "test_cli", "test_replicas", "test_faults"),
+    *("test_resume_wrappers", "test_direct", "test_background", "test_zero_optimizer", "test_compression", "test_hdf5"),
+    *("test_commit", "test_reuse", "test_running", "test_resume", "test_opening", "test_convert", "test_killed"),
 )
 
 # Cases that take long and of which a shorter one beside them stays in the default run: `scripts/test --all` has them.

@@ -120,7 +120,7 @@ def base_findings(record: PartRecord, base_path: str) -> Iterator[str]:
 
     None where that is no folder of this machine, or has none of the sampled tensors under their names.
     """
-    place = open_place(base_path) if Path(base_path).is_dir() else None
+    place = open_place(base_path) if Path(base_path).is_absolute() and open_place(base_path).exists else None
     if place is None or record.base is None:
         return
     try:

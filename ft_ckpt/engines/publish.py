@@ -206,7 +206,7 @@ def _exported(
             return
         name, _, version = _adapter_name(held, options).partition("@")
         plain = options.stage / f"{name}-{version}-{held.identity[:8]}"
-        if not (plain / MANIFEST_NAME).exists():
+        if LocalStore(plain).stat(MANIFEST_NAME) is None:
             export(held.path / record.path, plain, servers[0].engine.lower())
         with _opened(open_place(plain), replace(options, part=None)) as (held, record):
             yield held, record, replace(options, name=name, version=version)
@@ -631,7 +631,7 @@ def _weights_before(update: _Update, weights: _Weights) -> Iterator["_Weights | 
         return
     here = weights.checkpoint.absolute().parent
     for path in (here / found[2], *(folder / found[1] / found[2] for folder in here.parents[:2])):
-        if not path.is_dir():
+        if LocalStore(path).stat(MANIFEST_NAME) is None:
             continue
         with _opened(open_place(path), options) as (held, record):
             if not held.identity.startswith(found[3]):
@@ -646,7 +646,7 @@ def _weights_before(update: _Update, weights: _Weights) -> Iterator["_Weights | 
 def _base_here(update: _Update, weights: _Weights) -> Path | None:
     """The folder that the server was started with, if this machine sees it."""
     base = Path(_own_path(update.base_path, weights.options.visible_at))
-    return base if base.is_absolute() and (base / "config.json").is_file() else None
+    return base if base.is_absolute() and LocalStore(base).stat("config.json") is not None else None
 
 
 def _config_in(store: Store) -> dict[str, Any]:

@@ -398,6 +398,7 @@ def test_one_server_that_is_gone(files: EngineFiles) -> None:
 
 @pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/weight_checker"])
 def test_control_c_puts_the_version_before_back(path: str, files: EngineFiles) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     with serving(files.base) as engine:
         send(files.weights[0], engine)
         version = engine.weight_version
@@ -410,6 +411,7 @@ def test_control_c_puts_the_version_before_back(path: str, files: EngineFiles) -
         with pytest.raises(KeyboardInterrupt):
             publish(files.weights[1], engine.url)
         assert (engine.held, engine.weight_version, engine.is_paused) == (str(files.weights[0]), version, False)
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_checkpoint_is_not_deleted_while_a_server_reads_it(files: EngineFiles, tmp_path: Path) -> None:
