@@ -148,7 +148,7 @@ def publish(
     "abort"), reads the files, drops its caches, reports the SHA-256 of its parameters, which are compared with those
     that the files give, and goes on. `check`="listed" leaves out the comparison of digests and answers.
 
-    `kind`: "adapter", "weights", or "auto" by what the checkpoint holds; `part`: one of several parts. `visible_at`:
+    `kind`: "adapter", "weights", or "auto" by the parts of the checkpoint; `part`: one of several parts. `visible_at`:
     the path at which the servers see a folder of this machine, as in {"/mnt/runs": "/data/runs"}. `stage`: a folder
     that servers see, into which a checkpoint in a bucket is pulled (by default the cache), and an adapter exported that
     the engine would misread otherwise (see `export`; by default it is refused). `headers` are sent with each

@@ -91,7 +91,7 @@ class Server(Protocol):
 
 
 def connect(client: Client) -> Server:
-    """The server at an address, by what it says of itself.
+    """The server at an address, identified by its own answers.
 
     Raises EngineError when nothing answers, or refuses now, ConfigError for a server that cannot be published to.
     """
@@ -161,13 +161,15 @@ def probe(server: Server, model: str) -> list[list[float]]:
     return found
 
 
-def _listed_models(client: Client) -> list[dict[str, Any]]:
+def _served(client: Client) -> Served:
     found = client.expect(client.get("/v1/models"), "its list of models").document
     data = found.get("data") if isinstance(found, dict) else None
     models = [each for each in data or () if isinstance(each, dict) and isinstance(each.get("id"), str)]
     if not models:
         raise EngineError(f"{client.url}: lists no model; is it still starting?")
-    return models
+    adapters = {each["id"]: each.get("root") for each in models if each.get("parent")}
+    base = next((each for each in models if not each.get("parent")), models[0])
+    return Served(base["id"], base.get("root"), adapters)
 
 
 @dataclass(frozen=True)
@@ -179,10 +181,7 @@ class VLLM:
     engine: str = field(default="vLLM", init=False)
 
     def served(self) -> Served:
-        models = _listed_models(self.client)
-        adapters = {each["id"]: each.get("root") for each in models if each.get("parent")}
-        base = next((each for each in models if not each.get("parent")), models[0])
-        return Served(base["id"], base.get("root"), adapters)
+        return _served(self.client)
 
     def model_name(self, base: str, adapter: str) -> str:
         return adapter
@@ -267,10 +266,7 @@ class SGLang:
     engine: str = field(default="SGLang", init=False)
 
     def served(self) -> Served:
-        models = _listed_models(self.client)
-        adapters = {each["id"]: each.get("root") for each in models if each.get("parent")}
-        base = next((each for each in models if not each.get("parent")), models[0])
-        return Served(base["id"], base.get("root"), adapters)
+        return _served(self.client)
 
     def model_name(self, base: str, adapter: str) -> str:
         return f"{base}:{adapter}"  # a name without a colon is answered by the base
