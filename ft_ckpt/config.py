@@ -88,8 +88,9 @@ class SaverConfig:
     """Replace a checkpoint of the same name in a bucket, which is deleted before the new one is whole; also an argument
     of `save` and `save_state` for one save."""
     publish: str | Sequence[str] | Mapping[str, Any] | None = field(default=None, repr=False)  # may have headers
-    """Running servers that get each checkpoint of the run in the background, the newest first: a URL, several, or a
-    mapping of url= and other arguments of `ft_ckpt.publish`. After a resume they get that checkpoint before it returns.
+    """Running servers that get each checkpoint of the run in the background, or the newest of several that wait: a URL,
+    several, or a mapping of url= and other arguments of `ft_ckpt.publish`. After a resume they get that checkpoint
+    before it returns.
     """
     verify_resume: bool = True
     """Compare the digests of all files on a resume, most of them while they are read."""

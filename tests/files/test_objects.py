@@ -119,7 +119,7 @@ OBJECTS = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(obj=OBJECTS)
 def test_any_object_comes_back(obj, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "any.h5"

@@ -106,7 +106,7 @@ def plain(value):
     return (array.shape, array.dtype.name, array.tobytes()) if isinstance(array, np.ndarray) else (type(value), value)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(trees)
 def test_any_tree_comes_back(tmp_path_factory, tree):
     path = tmp_path_factory.mktemp("flax") / "x.msgpack"
