@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ft_ckpt.saving.merge_files import merge
     from ft_ckpt.schedule import Every
     from ft_ckpt.storage.place import Place, open_place
+    from ft_ckpt.training.frontier import Frontier
     from ft_ckpt.training.restore import RestoreReport
     from ft_ckpt.transfer.copies import CopyReport, copy
     from ft_ckpt.transfer.outgoing import PullReport, PushReport
@@ -39,6 +40,7 @@ __all__ = [
     "CheckpointSaver",
     "CopyReport",
     "Every",
+    "Frontier",
     "Keep",
     "LoadReport",
     "PendingPublish",
@@ -78,6 +80,7 @@ _HOME = {
     "CheckpointSaver": "ft_ckpt.saver",
     "CopyReport": "ft_ckpt.transfer.copies",
     "Every": "ft_ckpt.schedule",
+    "Frontier": "ft_ckpt.training.frontier",
     "Keep": "ft_ckpt.retention",
     "LoadReport": "ft_ckpt.model.load_weights",
     "PendingPublish": "ft_ckpt.engines.follow",

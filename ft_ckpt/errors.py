@@ -18,6 +18,7 @@
     │   └── MissingError           FileNotFoundError   no object of that name in a store
     ├── LoadError              ValueError          a strict load that did not fit
     │   └── BaseMismatchError      ValueError      an adapter loaded onto another base than it was trained on
+    ├── TicketError            ValueError          a report about a sample that is not in flight
     └── RankError              RuntimeError        another rank failed
         └── RanksDisagreeError     RuntimeError    ranks called with different arguments, or not at all
 
@@ -123,6 +124,10 @@ class LoadError(CheckpointError, ValueError):
 
 class BaseMismatchError(LoadError):
     """An adapter is loaded onto another base model than it was trained on."""
+
+
+class TicketError(CheckpointError, ValueError):
+    """A report to a `Frontier` about a sample that is not in flight under this ticket."""
 
 
 class RankError(CheckpointError, RuntimeError):

@@ -52,6 +52,7 @@ def test_public_names_are_pinned_sorted_and_resolve():
         "CheckpointSaver",
         "CopyReport",
         "Every",
+        "Frontier",
         "Keep",
         "LoadReport",
         "PendingPublish",

@@ -1,0 +1,407 @@
+"""The data position of asynchronous training: the samples that were trained, not the number that was drawn.
+
+In reinforcement learning samples are taken, generated on and trained in different orders, and some are dropped or fail.
+A `Frontier` numbers the samples of all epochs in one order (number = epoch * samples + position in the epoch) and keeps
+the numbers that are neither trained nor dropped, as ranges. The settled numbers are then a low-water mark and a few
+runs above it, which is all that a checkpoint stores: samples in flight and samples never taken are stored alike.
+"""
+
+import hashlib
+import heapq
+import math
+import secrets
+import struct
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from functools import lru_cache
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
+
+from ft_ckpt.errors import ConfigError, CorruptError, LoadError, TicketError, listing
+
+_VERSION = 1  # of the state and of the shuffled order
+_ENDLESS = 1 << 62  # the end of the last epoch if there is no last epoch
+_ROUNDS = 4
+_PLAIN_IDS = {str, int, bytes}  # with a repr that is the same in every process and version
+_KEYS = ("version", "samples", "ids", "seed", "epochs", "low", "runs", "dropped")
+
+
+class Ticket(NamedTuple):
+    """One sample, handed out once. Plain values: it can be pickled and sent to other processes."""
+
+    id: Any  # the element of a list of ids, otherwise the index of the sample
+    epoch: int  # from 0
+    attempt: int  # from 1; one more after each `failed`, counted in this process
+    key: int  # the number of the sample in all epochs
+    token: str  # of the `Frontier` object that handed it out, new after each `load_state_dict`
+
+
+class Frontier:
+    """Hands out samples, and records those that were trained or dropped. After a resume the others come again."""
+
+    def __init__(self, samples: int | Sized, *, epochs: int | None = 1, shuffle: bool = False, seed: int = 0) -> None:
+        """`samples`: their number; or a list, tuple or range of ids (str, int, bytes or tuples of these), which tickets
+        then have; or anything else with a length, such as a dataset, whose indices tickets then have. An id that is
+        listed twice is two samples. `epochs`: None for no end. `shuffle`: each epoch has its own order, which depends
+        on `seed`, the epoch and the number of samples alone.
+
+        A group of prompts is one sample, which is taken and reported once, whatever is generated for it.
+
+        Raises ConfigError for values that cannot work.
+        """
+        ids = tuple(samples) if isinstance(samples, (list, tuple)) else samples
+        self._ids: Sequence[Any] | None = ids if isinstance(ids, (tuple, range)) else None
+        count = samples if isinstance(samples, int) else len(samples) if isinstance(samples, Sized) else -1
+        _check_settings(samples, count, epochs, shuffle, seed)
+        self.samples, self.epochs = count, epochs
+        self._digest = None if self._ids is None else _digest_of(self._ids)
+        self._seed = seed if shuffle else None
+        self._end = _ENDLESS if epochs is None else count * epochs
+        self._open = [(0, self._end)]  # heap of ranges of numbers that are neither settled nor in flight
+        self._in_flight: dict[int, Ticket] = {}
+        self._failures: dict[int, int] = {}  # of samples that are not settled
+        self._trained = self._dropped = 0
+        self._token = secrets.token_hex(4)
+        self._changed = threading.Condition()  # its lock is reentrant: a signal handler may read the state
+
+    def take(self, count: int = 1, *, wait: float = 0.0) -> list[Ticket]:
+        """Hand out the first `count` samples, in the order of the epochs, that are neither settled nor in flight.
+
+        Samples that failed and, after a resume, those that were in flight therefore precede new ones. An epoch begins
+        while samples of the last are in flight. Returns fewer tickets, or none, if there are no more at the moment;
+        `wait`: seconds to wait for a first one while others are in flight, which may fail. Any thread may call it.
+        """
+        tickets: list[Ticket] = []
+        with self._changed:
+            self._changed.wait_for(lambda: self._open or not self._in_flight, wait)
+            while self._open and len(tickets) < count:
+                start, stop = self._open[0]
+                # In flight before it is no longer open: an exception of a signal handler in between loses nothing.
+                self._in_flight[start] = ticket = self._ticket(start)
+                if start + 1 < stop:
+                    self._open[0] = (start + 1, stop)  # still the lowest, because ranges do not overlap
+                else:
+                    heapq.heappop(self._open)
+                tickets.append(ticket)
+        return tickets
+
+    def __iter__(self) -> Iterator[Ticket]:
+        """One ticket at a time, until there are no more at the moment; see `take`. Several threads may iterate."""
+        while ticket := self.take():
+            yield ticket[0]
+
+    def trained(self, *tickets: Ticket) -> None:
+        """Settle samples that were trained: after their backward pass, before the `saver.step()` of that batch.
+
+        Raises TicketError naming samples that are not in flight under these tickets; then none is settled.
+        """
+        with self._changed:
+            self._check_reports("trained", tickets)
+            self._settle(tickets)
+            self._trained += len(tickets)
+
+    def dropped(self, *tickets: Ticket) -> None:
+        """Settle samples that are not to be trained, such as filtered groups. Raises what `trained` raises."""
+        with self._changed:
+            self._check_reports("dropped", tickets)
+            self._settle(tickets)
+            self._dropped += len(tickets)
+
+    def failed(self, *tickets: Ticket) -> None:
+        """Return samples, which the next `take` hands out with one more `attempt`. Raises what `trained` raises."""
+        with self._changed:
+            self._check_reports("failed", tickets)
+            for ticket in tickets:
+                self._failures[ticket.key] = ticket.attempt
+                heapq.heappush(self._open, (ticket.key, ticket.key + 1))
+                del self._in_flight[ticket.key]
+            self._changed.notify_all()
+
+    def renew(self, *tickets: Ticket) -> list[Ticket]:
+        """New tickets for those from before a resume whose samples are still being worked on, and now in flight here.
+
+        For results in a buffer that is stored with the checkpoint, and for workers that outlive the trainer. Call it
+        before `take`, which hands the same samples out again. Raises TicketError naming samples that are of other data,
+        trained or dropped before the checkpoint, or in flight here; then none is renewed.
+        """
+        with self._changed:
+            self._check_renewals(tickets)
+            for ticket in tickets:
+                self._in_flight[ticket.key] = self._ticket(ticket.key)
+            spans, keys = [], deque(sorted(ticket.key for ticket in tickets))
+            for begin, stop in sorted(self._open):
+                start = begin
+                while keys and keys[0] < stop:
+                    key = keys.popleft()
+                    if start < key:
+                        spans.append((start, key))
+                    start = key + 1
+                if start < stop:
+                    spans.append((start, stop))
+            self._open = spans
+            return [self._in_flight[ticket.key] for ticket in tickets]
+
+    def __contains__(self, ticket: object) -> bool:
+        """Whether the ticket is in flight, so that a report of it is accepted."""
+        if not isinstance(ticket, Ticket):
+            return False
+        current = self._in_flight.get(ticket.key)
+        return current is not None and current[2:] == ticket[2:]
+
+    @property
+    def in_flight(self) -> list[Ticket]:
+        """The tickets without a report, in the order of the epochs."""
+        with self._changed:
+            return sorted(self._in_flight.values(), key=lambda ticket: ticket.key)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Samples "trained" and "dropped" since the run began, over all epochs, and those "in flight"."""
+        return {"trained": self._trained, "dropped": self._dropped, "in flight": len(self._in_flight)}
+
+    @property
+    def epoch(self) -> int:
+        """The number of epochs whose samples are all settled."""
+        with self._changed:
+            return self._spans()[0][0] // self.samples
+
+    @property
+    def done(self) -> bool:
+        """Whether all samples of all epochs are settled."""
+        return not self._open and not self._in_flight
+
+    def __repr__(self) -> str:
+        epochs = "endless" if self.epochs is None else f"{self.epochs} epoch(s)"
+        return f"Frontier({self.samples} samples, {epochs}, {self.counts})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The settled samples as JSON values: "low" (all numbers below are settled) and "runs" above it.
+
+        "runs" is text: the lengths of an open range, a settled one, an open one, a settled one, ...; after the last,
+        all numbers are open.
+        """
+        with self._changed:
+            spans, dropped = self._spans(), self._dropped
+        lengths = chain.from_iterable((stop - start, later[0] - stop) for (start, stop), later in pairwise(spans))
+        return {
+            "version": _VERSION,
+            "samples": self.samples,
+            "ids": self._digest,
+            "seed": self._seed,
+            "epochs": self.epochs,
+            "low": spans[0][0],
+            "runs": " ".join(map(str, lengths)),
+            "dropped": dropped,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`. Samples in flight come again, and their tickets are void.
+
+        More epochs than at the save are allowed. Raises LoadError for another number of samples, other ids, another
+        order or fewer epochs, CorruptError for a state that `state_dict` does not return; then nothing is changed.
+        """
+        _check_state(state)
+        self._compare_settings(state)
+        low, runs, dropped = state["low"], [int(length) for length in state["runs"].split()], state["dropped"]
+        spans, number = [], low
+        for opened, settled in zip(runs[::2], runs[1::2], strict=True):
+            spans.append((number, number + opened))
+            number += opened + settled
+        trained = low + sum(runs[1::2]) - dropped
+        if number > self._end or trained < 0:
+            raise CorruptError(
+                f"frontier: {low + sum(runs[1::2])} samples settled, {dropped} of them dropped, the last before number "
+                f"{number} of {self._end}; the state is damaged, take another checkpoint"
+            )
+        if number < self._end:
+            spans.append((number, self._end))
+        with self._changed:
+            self._open, self._in_flight, self._failures = spans, {}, {}
+            self._trained, self._dropped, self._token = trained, dropped, secrets.token_hex(4)
+            self._changed.notify_all()
+
+    def _ticket(self, key: int) -> Ticket:
+        epoch, index = divmod(key, self.samples)
+        if self._seed is not None:
+            index = _shuffled(index, self.samples, self._seed, epoch)
+        name = index if self._ids is None else self._ids[index]
+        return Ticket(name, epoch, self._failures.get(key, 0) + 1, key, self._token)
+
+    def _settle(self, tickets: Iterable[Ticket]) -> None:
+        for ticket in tickets:
+            self._failures.pop(ticket.key, None)
+            del self._in_flight[ticket.key]
+        if not self._in_flight:
+            self._changed.notify_all()
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """The ranges of numbers that are not settled, in order, apart from each other; the last goes to the end."""
+        spans: list[tuple[int, int]] = []
+        for start, stop in sorted([*self._open, *((key, key + 1) for key in self._in_flight)]):
+            if spans and start <= spans[-1][1]:
+                spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
+            else:
+                spans.append((start, stop))
+        if not spans or spans[-1][1] < self._end:
+            spans.append((self._end, self._end))
+        return spans
+
+    def _check_reports(self, report: str, tickets: Sequence[Ticket]) -> None:
+        """Raise TicketError unless all tickets are in flight."""
+        keys = set()
+        problems = []
+        for ticket in tickets:
+            if ticket not in self or ticket.key in keys:
+                problems.append(self._problem_of(ticket))
+            else:
+                keys.add(ticket.key)
+        if problems:
+            raise TicketError(f"{listing(problems)}; nothing was recorded of this {report}() call")
+
+    def _problem_of(self, ticket: Any) -> str:
+        if not isinstance(ticket, Ticket):
+            return f"a {type(ticket).__name__} is no ticket; give tickets one by one, as in trained(*tickets)"
+        name = _name_of(ticket)
+        if ticket.token != self._token:
+            return (
+                f"{name}: its ticket is from before a resume, or of another Frontier; renew() it or discard its result"
+            )
+        if ticket in self:
+            return f"{name}: the ticket is given twice"
+        failures = self._failures.get(ticket.key, 0)
+        if failures >= ticket.attempt:
+            return f"{name}: reported as failed already, it comes again as attempt {failures + 1}; discard this result"
+        return f"{name}: reported as trained or dropped already; report each ticket once"
+
+    def _check_renewals(self, tickets: Sequence[Ticket]) -> None:
+        """Raise TicketError unless all samples are open, once each and of this data."""
+        keys, problems, spans = set(), [], sorted(self._open)
+        for ticket in tickets:
+            if not isinstance(ticket, Ticket):
+                problems.append(self._problem_of(ticket))
+                continue
+            name, key = _name_of(ticket), ticket.key
+            at = bisect_right(spans, (key, _ENDLESS)) - 1
+            if not 0 <= key < self._end or self._ticket(key)[:2] != ticket[:2]:
+                problems.append(f"{name}: not a sample of this Frontier, which has other data or another order")
+            elif key in self._in_flight or key in keys:
+                problems.append(f"{name}: in flight here already; renew tickets once, before take()")
+            elif at < 0 or spans[at][1] <= key:
+                problems.append(f"{name}: trained or dropped already; discard its result")
+            keys.add(key)
+        if problems:
+            raise TicketError(f"{listing(problems)}; no ticket was renewed")
+
+    def _compare_settings(self, state: Mapping[str, Any]) -> None:
+        """Raise LoadError naming each setting that differs from the saved run's."""
+        live = {"samples": self.samples, "ids": self._digest, "seed": self._seed}
+        words = {"ids": "the digest of the ids", "seed": "the seed (None: not shuffled)"}
+        problems = [
+            f"{words.get(name, f'the number of {name}')} is {value}, {state[name]} in the checkpoint"
+            for name, value in live.items()
+            if value != state[name]
+        ]
+        if self.epochs is not None and (state["epochs"] is None or self.epochs < state["epochs"]):
+            problems.append(f"the number of epochs is {self.epochs}, {state['epochs']} in the checkpoint")
+        if problems:
+            raise LoadError(
+                f"frontier: {listing(problems)}; make the Frontier with the samples, seed and epochs of the saved run "
+                "(more epochs are allowed)"
+            )
+
+
+def _name_of(ticket: Ticket) -> str:
+    return f"sample {ticket.id!r} of epoch {ticket.epoch} (attempt {ticket.attempt})"
+
+
+def _check_settings(samples: object, count: int, epochs: object, shuffle: object, seed: object) -> None:
+    """Raise ConfigError naming all settings that cannot work."""
+    problems = []
+    if type(samples) is bool or count < 0:
+        problems.append(f"samples={samples!r}: expected their number, a list of ids, or a dataset with a length")
+    elif count == 0:
+        problems.append("samples: there are none; expected at least one")
+    if epochs is not None and (type(epochs) is not int or epochs < 1):
+        problems.append(f"epochs={epochs!r}: expected an int of at least 1, or None for no end")
+    if type(shuffle) is not bool:
+        problems.append(f"shuffle={shuffle!r}: expected True or False")
+    if type(seed) is not int:
+        problems.append(f"seed={seed!r}: expected an int")
+    if problems:
+        raise ConfigError(listing(problems))
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Raise CorruptError naming what is not as `state_dict` returns it, LoadError for another version."""
+    missing = [name for name in _KEYS if name not in state]
+    if missing:
+        raise CorruptError(f"frontier: {', '.join(missing)} missing; it is not what state_dict returns")
+    if state["version"] != _VERSION:
+        raise LoadError(
+            f"frontier: version {state['version']!r}, expected {_VERSION}; resume with the ft_ckpt that saved it"
+        )
+    lengths = state["runs"].split() if isinstance(state["runs"], str) else ["none"]
+    is_run = all(length.isascii() and length.isdigit() and 0 < len(length) < 20 for length in lengths)
+    allowed = {
+        **{name: _is_count(state[name]) for name in ("low", "dropped")},
+        "epochs": state["epochs"] is None or _is_count(state["epochs"]),
+        "runs": is_run and len(lengths) % 2 == 0 and all(map(int, lengths)),
+    }
+    wrong = [name for name, is_allowed in allowed.items() if not is_allowed]
+    if wrong:
+        raise CorruptError(f"frontier: {', '.join(wrong)} invalid; it is not what state_dict returns")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _ENDLESS
+
+
+def _digest_of(ids: Sequence[Any]) -> str:
+    """A digest of ids and their order. Raises ConfigError for ids that may look different in another process."""
+    digest = hashlib.blake2b(digest_size=16)
+    for begin in range(0, len(ids), 4096):
+        block = list(ids[begin : begin + 4096])
+        kinds = set(map(type, chain.from_iterable(one if type(one) is tuple else (one,) for one in block)))
+        if not kinds <= _PLAIN_IDS:
+            names = ", ".join(sorted(kind.__name__ for kind in kinds - _PLAIN_IDS))
+            raise ConfigError(
+                f"samples: ids of type {names}, expected str, int, bytes or tuples of these; give len(samples), and "
+                "tickets have indices"
+            )
+        digest.update(repr(block).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def _shuffled(position: int, count: int, seed: int, epoch: int) -> int:
+    """The index of the sample at a position of a shuffled epoch: a permutation of range(count), without a list of it.
+
+    A Feistel network on a grid of at least `count` cells: position = high * width + low, and each round adds to `high`
+    a random number chosen by `low`, then to `low` one chosen by `high`. A result beyond `count` is permuted again.
+    """
+    width, height, rounds = _random_rounds(count, seed, epoch)
+    while True:
+        high, low = divmod(position, width)
+        for of_low, of_high in rounds:
+            high = (high + of_low[low]) % height
+            low = (low + of_high[high]) % width
+        position = high * width + low
+        if position < count:
+            return position
+
+
+@lru_cache(maxsize=8)
+def _random_rounds(count: int, seed: int, epoch: int) -> tuple[int, int, tuple[tuple[list[int], list[int]], ...]]:
+    """Width and height of the grid, and the numbers to add in each round: SHAKE-256 of "seed/epoch/round".
+
+    About 8 * sqrt(count) numbers: 25,000 for 10 million samples.
+    """
+    width = math.isqrt(count - 1) + 1
+    height = -(-count // width)
+    rounds = []
+    for number in range(_ROUNDS):
+        stream = hashlib.shake_256(f"{seed}/{epoch}/{number}".encode()).digest(8 * (width + height))
+        values = struct.unpack(f"<{width + height}Q", stream)
+        rounds.append(([value % height for value in values[:width]], [value % width for value in values[width:]]))
+    return width, height, tuple(rounds)
