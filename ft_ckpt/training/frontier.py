@@ -9,6 +9,7 @@ runs above it, which is all that a checkpoint stores: samples in flight and samp
 import hashlib
 import heapq
 import math
+import operator
 import secrets
 import struct
 import threading
@@ -42,20 +43,21 @@ class Frontier:
     """Hands out samples, and records those that were trained or dropped. After a resume the others come again."""
 
     def __init__(self, samples: int | Sized, *, epochs: int | None = 1, shuffle: bool = False, seed: int = 0) -> None:
-        """`samples`: their number; or a list, tuple or range of ids (str, int, bytes or tuples of these), which tickets
-        then have; or anything else with a length, such as a dataset, whose indices tickets then have. An id that is
-        listed twice is two samples. `epochs`: None for no end. `shuffle`: each epoch has its own order, which depends
-        on `seed`, the epoch and the number of samples alone.
+        """`samples`: their number; or a sequence of ids (a list, a range, a column of a dataset; str, int, bytes or
+        tuples of these), which tickets then have; or anything else with a length, such as a dataset, whose indices
+        tickets then have. An id that is listed twice is two samples. `epochs`: None for no end. `shuffle`: each epoch
+        has its own order, which depends on `seed`, the epoch and the number of samples alone.
 
         A group of prompts is one sample, which is taken and reported once, whatever is generated for it.
 
         Raises ConfigError for values that cannot work.
         """
-        ids = tuple(samples) if isinstance(samples, (list, tuple)) else samples
-        self._ids: Sequence[Any] | None = ids if isinstance(ids, (tuple, range)) else None
-        count = samples if isinstance(samples, int) else len(samples) if isinstance(samples, Sized) else -1
+        count = _count_of(samples)
         _check_settings(samples, count, epochs, shuffle, seed)
         self.samples, self.epochs = count, epochs
+        self._ids: Sequence[Any] | None = None
+        if isinstance(samples, Sequence):
+            self._ids = samples if isinstance(samples, range) else tuple(samples)
         self._digest = None if self._ids is None else _digest_of(self._ids)
         self._seed = seed if shuffle else None
         self._end = _ENDLESS if epochs is None else count * epochs
@@ -316,10 +318,20 @@ def _name_of(ticket: Ticket) -> str:
     return f"sample {ticket.id!r} of epoch {ticket.epoch} (attempt {ticket.attempt})"
 
 
+def _count_of(samples: Any) -> int:
+    """The number of samples, or -1 if they are neither a number nor anything with a length."""
+    if isinstance(samples, (bool, str, bytes)):
+        return -1
+    try:
+        return len(samples) if isinstance(samples, Sized) else operator.index(samples)
+    except (TypeError, NotImplementedError):  # a loader of an iterable dataset
+        return -1
+
+
 def _check_settings(samples: object, count: int, epochs: object, shuffle: object, seed: object) -> None:
     """Raise ConfigError naming all settings that cannot work."""
     problems = []
-    if type(samples) is bool or count < 0:
+    if count < 0:
         problems.append(f"samples={samples!r}: expected their number, a list of ids, or a dataset with a length")
     elif count == 0:
         problems.append("samples: there are none; expected at least one")

@@ -1,5 +1,6 @@
 """Samples in any order: each is trained or dropped exactly once, whatever was in flight when the run ended."""
 
+import itertools
 import json
 import pickle
 import random
@@ -10,13 +11,16 @@ import time
 from collections import Counter
 from functools import partial
 
+import datasets
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from launch import run_and_signal, run_cases, run_python
-from training import QUIET, network
+from torch.utils.data import DataLoader, TensorDataset
+from training import QUIET, Stream, network
 
 from ft_ckpt import CheckpointSaver, Every, Frontier
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, TicketError
@@ -366,6 +370,8 @@ def test_a_damaged_state_is_refused(change):
         (lambda: Frontier(-1), "expected their number"),
         (lambda: Frontier(True), "expected their number"),
         (lambda: Frontier(iter([1])), "expected their number"),
+        (lambda: Frontier("prompts.jsonl"), "expected their number"),
+        (lambda: Frontier(DataLoader(Stream())), "expected their number"),
         (lambda: Frontier([1.5]), "ids of type float"),
         (lambda: Frontier([{"prompt": 1}]), r"ids of type dict.*give len\(samples\)"),
         (lambda: Frontier([("a", (1,))]), "ids of type tuple"),
@@ -379,8 +385,56 @@ def test_settings_that_cannot_work(make, problem):
 
 
 def test_a_data_set_gives_indices():
-    assert ids(Frontier(torch.utils.data.TensorDataset(torch.zeros(3)))) == [0, 1, 2]
-    assert ids(Frontier({"a": 1, "b": 2})) == [0, 1]
+    assert ids(Frontier(TensorDataset(torch.zeros(3)))) == [0, 1, 2]
+    assert ids(Frontier(datasets.Dataset.from_dict({"prompt": ["a", "b"]}))) == [0, 1]
+    assert ids(Frontier(np.int64(2))) == [0, 1]
+
+
+def test_a_column_gives_ids():
+    assert ids(Frontier(datasets.Dataset.from_dict({"prompt": ["a", "b"]})["prompt"])) == ["a", "b"]
+
+
+@pytest.mark.parametrize("call", ["take", "failed", "trained", "load_state_dict"])
+def test_an_exception_of_a_signal_handler_loses_nothing(call):
+    """At every line of the call: unreported samples stay open, and the object can go on."""
+    for line in range(200):
+        frontier, saved = Frontier(9), None
+        first = frontier.take(4)
+        frontier.failed(first[1])
+        frontier.trained(first[2])
+        saved = copied(frontier)
+        arguments = {"take": [3], "failed": [first[0]], "trained": [first[0]], "load_state_dict": [saved]}[call]
+        left = interrupted_at(line, getattr(frontier, call), *arguments)
+        settled = {first[2].id} | ({first[0].id} if call == "trained" and first[0] not in frontier else set())
+        expected = [sample for sample in range(9) if sample not in settled]
+        assert ids(resumed(frontier, 9)) == expected, line
+        frontier.load_state_dict(copied(frontier))
+        assert ids(frontier.take(9)) == expected, line
+        if not left:
+            return
+    pytest.fail("the call does not end")
+
+
+def interrupted_at(number, function, *arguments):
+    """Whether the call was interrupted, before the line that it executes after so many others of its module."""
+    lines = itertools.count()
+
+    def trace(frame, event, _):
+        if not frame.f_code.co_filename.endswith("frontier.py") or "tests" in frame.f_code.co_filename:
+            return None
+        if event == "line" and next(lines) == number:
+            raise KeyboardInterrupt
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function(*arguments)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(previous)
+    return False
 
 
 def test_it_needs_nothing_else():
