@@ -10,6 +10,7 @@ import hashlib
 import heapq
 import math
 import operator
+import reprlib
 import secrets
 import struct
 import threading
@@ -26,6 +27,8 @@ _VERSION = 1  # of the state and of the shuffled order
 _ENDLESS = 1 << 62  # the end of the last epoch if there is no last epoch
 _ROUNDS = 4
 _PLAIN_IDS = {str, int, bytes}  # with a repr that is the same in every process and version
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 80  # an id may be a prompt
 _KEYS = ("version", "samples", "ids", "seed", "epochs", "low", "runs", "dropped")
 
 
@@ -239,7 +242,7 @@ class Frontier:
             self._changed.notify_all()
 
     def _spans(self) -> list[tuple[int, int]]:
-        """The ranges of numbers that are not settled, in order, apart from each other; the last goes to the end."""
+        """The ranges of numbers that are not settled, sorted and merged; the last one may be empty, at the end."""
         spans: list[tuple[int, int]] = []
         for start, stop in sorted([*self._open, *((key, key + 1) for key in self._in_flight)]):
             if spans and start <= spans[-1][1]:
@@ -315,7 +318,7 @@ class Frontier:
 
 
 def _name_of(ticket: Ticket) -> str:
-    return f"sample {ticket.id!r} of epoch {ticket.epoch} (attempt {ticket.attempt})"
+    return f"sample {_SHORT.repr(ticket.id)} of epoch {ticket.epoch} (attempt {ticket.attempt})"
 
 
 def _count_of(samples: Any) -> int:

@@ -292,6 +292,15 @@ def test_reports_name_the_sample():
     with pytest.raises(TicketError, match="discard this result"):
         frontier.trained(one)
     frontier.trained(again, two)
+    with pytest.raises(TicketError, match=r"'one' of epoch 0 \(attempt 1\): reported as trained or dropped already"):
+        frontier.dropped(one)
+
+
+def test_reports_shorten_long_ids():
+    frontier = Frontier(["once upon " * 1000])
+    with pytest.raises(TicketError, match=r"^sample 'once upon .* of epoch 0") as error:
+        frontier.trained(*frontier.take() * 2)
+    assert len(str(error.value)) < 300
 
 
 def test_results_in_a_stored_buffer_are_not_generated_again():
@@ -323,6 +332,12 @@ def test_another_data_set_is_refused(other, problem):
     with pytest.raises(LoadError, match=problem):
         live.load_state_dict(state)
     assert len(live.in_flight) == 2
+
+
+def test_a_run_without_an_end_is_not_given_one():
+    with pytest.raises(LoadError, match="number of epochs is 3, None in the checkpoint"):
+        resumed(Frontier(10, epochs=None), 10, epochs=3)
+    assert resumed(Frontier(10, epochs=3), 10, epochs=None).epochs is None
 
 
 def test_ids_are_compared_with_their_order():
