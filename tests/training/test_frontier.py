@@ -296,6 +296,23 @@ def test_reports_name_the_sample():
         frontier.dropped(one)
 
 
+def test_renewals_are_refused_by_name():
+    frontier = Frontier(10)
+    tickets = frontier.take(4)
+    frontier.trained(tickets[1], tickets[3])
+    after = resumed(frontier, 10)
+    for wrong, problem in (
+        ([tickets[2], tickets[3]], "sample 3 of epoch 0 .*: trained or dropped already"),
+        ([tickets[1]], "sample 1 of epoch 0 .*: trained or dropped already"),  # between open ones
+        ([tickets[2], tickets[2]], "sample 2 of epoch 0 .*: in flight here already"),
+    ):
+        with pytest.raises(TicketError, match=problem):
+            after.renew(*wrong)
+        assert after.in_flight == []
+    assert ids(after.renew(tickets[2], tickets[0])) == [2, 0]
+    assert ids(after.take(2)) == [4, 5]
+
+
 def test_reports_shorten_long_ids():
     frontier = Frontier(["once upon " * 1000])
     with pytest.raises(TicketError, match=r"^sample 'once upon .* of epoch 0") as error:
