@@ -253,7 +253,9 @@ def _is_template(template: str) -> bool:
 def _is_publish_goal(goal: Any) -> bool:
     urls = goal.get("url") if isinstance(goal, Mapping) else goal
     many: Any = [urls] if isinstance(urls, str) else urls if isinstance(urls, Sequence) else ()
-    return goal is None or (bool(many) and all(str(url).startswith(("http://", "https://")) for url in many))
+    to_servers = not (isinstance(goal, Mapping) and goal.get("delta"))  # or to a chain, which `publish_goal` checks
+    are_urls = (str(url).startswith(("http://", "https://")) == to_servers for url in many)
+    return goal is None or (bool(many) and all(are_urls))
 
 
 def _is_local_folder(staging: Any) -> bool:

@@ -80,6 +80,7 @@ class HeldCheckpoint:
     run_id: str | None = None
     is_export: bool = False  # weights saved beside a run's checkpoints, or an average: exempt from the rules
     number: int = 0  # orders those without a step
+    base: Path | str | None = None  # without which it cannot be read
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,12 @@ def plan_pruning(held: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None 
     bare = sorted((each for ours in runs for each in _losing_state(ours, keep, firm)), key=_age_key)
     alone = {each.path for each in bare if not each.has_weights}  # nothing would be left of them
     kept = {path: why for path, why in stays.items() if why and path not in alone}
+    bases = {each.path: each.base for each in held}
+    for each in reversed(oldest_first):  # a base is older
+        base = bases[each.path]
+        if each.path in kept and base in bases and base is not None:
+            kept.setdefault(base, (f"the base of {str(each.path).rpartition('/')[2]}",))
+    kept = {path: kept[path] for path in stays if path in kept}
     drop = tuple(path for path in stays if path not in kept)
     return PrunePlan(kept, drop, tuple(each.path for each in bare if each.path in kept))
 

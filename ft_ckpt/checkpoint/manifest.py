@@ -197,7 +197,7 @@ class Manifest:
 
     parts: tuple[PartRecord, ...]
     files: tuple[FileRecord, ...]
-    kind: str  # "full" | "adapter" | "attribute" | "state"
+    kind: str  # "full" | "adapter" | "attribute" | "state" | "delta"
     created: str  # ISO 8601, UTC
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)  # in JSON those that are not finite are text
@@ -210,6 +210,7 @@ class Manifest:
     export: bool = False  # weights saved beside the checkpoints of a run: retention never deletes them
     number: int | None = None  # without a step: one more than the largest beside it, since clocks may go back
     made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from: an average, a merge
+    delta: Mapping[str, str] = field(default_factory=dict)  # of a delta: its base and contents, see `transfer.deltas`
     token: str | None = None  # in a bucket, unique for each save: concurrent saves never write equal manifests
     format_version: int = FORMAT_VERSION
 
@@ -229,8 +230,7 @@ def manifest_to_json(manifest: Manifest) -> str:
     Its field "digest" is the digest of the text without the line of that field.
     """
     plain = {key: value for key, value in vars(manifest).items() if key not in ("parts", "files")}
-    if plain["token"] is None:
-        del plain["token"]
+    plain = {key: value for key, value in plain.items() if value or key not in ("delta", "token")}
     plain["notes"] = [without_secrets(note) for note in manifest.notes]
     plain["metrics"] = {name: value if math.isfinite(value) else str(value) for name, value in plain["metrics"].items()}
     lines = [f"  {_json_text(key)}: {_json_text(value)}," for key, value in plain.items()]

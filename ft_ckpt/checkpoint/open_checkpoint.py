@@ -184,7 +184,7 @@ def _open_listed(store: Store, stack: ExitStack) -> OpenCheckpoint:
                 raise CorruptError(
                     f"{store.url}: {listing(problems)}; overwritten after it was committed, use another checkpoint"
                 )
-            return OpenCheckpoint(store, listed, manifest, _text_identity(text.encode()))
+            return OpenCheckpoint(store, listed, manifest, text_identity(text.encode()))
         before = after
     raise CorruptError(f"{store.url}: replaced while it was read; read it again")
 
@@ -212,7 +212,7 @@ def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
         folder = path
     opened_store = KeptStore(folder)
     stack.callback(opened_store.kept.clear)
-    return OpenCheckpoint(store, opened_store, manifest, _text_identity(text.encode()))
+    return OpenCheckpoint(store, opened_store, manifest, text_identity(text.encode()))
 
 
 def _manifest_state(store: Store) -> str | None:
@@ -220,7 +220,8 @@ def _manifest_state(store: Store) -> str | None:
     return None if found is None else found.version
 
 
-def _text_identity(text: bytes) -> str:
+def text_identity(text: bytes) -> str:
+    """The identity of the checkpoint whose manifest has this text."""
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 

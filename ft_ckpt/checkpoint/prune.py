@@ -296,7 +296,7 @@ def _held_checkpoint(
     run: RunFolder, info: catalog.CheckpointInfo, links: Mapping[str, str], protected: set[str]
 ) -> HeldCheckpoint | None:
     """The checkpoint with its guards; `links`: link name by store identity. None if it was deleted meanwhile."""
-    manifest, store = info.manifest, info.store
+    manifest, store, path = info.manifest, info.store, info.path
     try:
         valid = run.is_valid(info)
     except UnreadableError:
@@ -307,9 +307,9 @@ def _held_checkpoint(
         valid = False
     guards = [f"linked from {links[store.identity]}"] if store.identity in links else []
     guards += ["protected by the caller"] if store.identity in protected else []
-    kinds = {part.kind for part in manifest.parts}
+    kinds, base = {part.kind for part in manifest.parts}, manifest.delta.get("base")
     return HeldCheckpoint(
-        path=info.path,
+        path=path,
         step=manifest.step,
         created=_created_seconds(store, manifest.created),
         number=manifest.number or 0,
@@ -320,6 +320,7 @@ def _held_checkpoint(
         has_weights=kinds != {STATE},
         run_id=None if manifest.export else manifest.run_id,
         is_export=manifest.export,
+        base=base and (path.with_name(base) if isinstance(path, Path) else f"{path.rpartition('/')[0]}/{base}"),
     )
 
 

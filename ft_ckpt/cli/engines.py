@@ -19,7 +19,10 @@ _ENGINES = ("vllm", "sglang")
 
 def add_publish(parser: ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint, as a path or URL; with --follow, a run.")
-    parser.add_argument("urls", metavar="URL", nargs="+", help="Address of a server, as in http://127.0.0.1:8000.")
+    parser.add_argument(
+        "urls", metavar="URL", nargs="+",
+        help="Address of a server, as in http://127.0.0.1:8000; with --delta, the folder or URL of a chain.",
+    )  # fmt: skip
     parser.add_argument("--name", help="Name of the adapter on the server, before the @; else the run's folder.")
     parser.add_argument("--version", help="The version; else by step and manifest.")
     parser.add_argument("--as", choices=("adapter", "weights"), default="auto", dest="kind", help="Which of both.")
@@ -49,6 +52,11 @@ def add_publish(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=bounded(float, 0.1), default=300.0, metavar="SECONDS", help="For an answer (default: 300)."
     )
+    parser.add_argument("--delta", action="store_true", help="Append to a chain the elements that have changed.")
+    parser.add_argument(
+        "--anchor-every", type=bounded(int, 1), default=10, metavar="N",
+        help="Of a chain, the entries from which the next has all elements (default: 10).",
+    )  # fmt: skip
     parser.add_argument("--follow", action="store_true", help="Publish each new checkpoint of a run, until a signal.")
     parser.add_argument(
         "--idle", type=bounded(float, 0), metavar="SECONDS", help="End --follow after so long without a new one."
@@ -66,7 +74,7 @@ def _pairs(option: str, given: list[str]) -> dict[str, str]:
 
 def _publish(options: Namespace) -> None:
     """Load CHECKPOINT into the running servers of vLLM or SGLang at the URLs, all or none, and check what they hold.
-    With --follow, each new newest checkpoint of a run.
+    With --follow, each new newest checkpoint of a run; with --delta, append it to a chain that others rebuild it from.
     """
     from ft_ckpt.engines.follow import follow_run
     from ft_ckpt.engines.publish import PublishOptions, publish_with
@@ -75,7 +83,7 @@ def _publish(options: Namespace) -> None:
         name=options.name, version=options.version, kind=options.kind, part=options.part, stage=options.stage,
         visible_at=_pairs("--visible-at", options.visible_at), keep=options.keep,
         in_flight=options.in_flight, check=options.check, base=options.base, timeout_seconds=options.timeout,
-        headers=_pairs("--header", options.header),
+        headers=_pairs("--header", options.header), delta=options.delta, anchor_every=options.anchor_every,
     )  # fmt: skip
     if not options.follow:
         _print_report(publish_with(options.checkpoint, options.urls, how), as_json=options.as_json)

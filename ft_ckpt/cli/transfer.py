@@ -4,11 +4,12 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_dry_run, add_force, add_json, print_lines, print_path
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, listing
-from ft_ckpt.storage.place import location_name
+from ft_ckpt.storage.place import location_name, open_place
 
 if TYPE_CHECKING:
     from ft_ckpt.transfer.copies import CopyReport
@@ -46,7 +47,9 @@ def _push(options: Namespace) -> None:
 
 
 def add_pull(parser: ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="hf://user/name[@revision][/folder], or in a bucket.")
+    parser.add_argument(
+        "url", metavar="URL", help="hf://user/name[@revision][/folder], or in a bucket; or the path of a delta."
+    )
     parser.add_argument("folder", metavar="FOLDER", nargs="?", help="Folder to write; else the cache.")
     add_force(parser)
     add_json(parser)
@@ -54,13 +57,16 @@ def add_pull(parser: ArgumentParser) -> None:
 
 
 def _pull(options: Namespace) -> None:
-    """Fetch what is at URL, hf://user/name[@revision][/folder] or in a bucket, and compare it with its manifest.
+    """Fetch what is at URL, hf://user/name[@revision][/folder] or in a bucket, and compare it with its manifest. Of a
+    delta, which may be in a folder, too, make the checkpoint that it stands for.
     Without FOLDER, what is in a bucket comes into the cache, and its path is printed.
     """
     url, folder = options.url, options.folder
     from ft_ckpt.transfer.push import pull
 
-    report = pull(_checked_url(url), folder, overwrite=options.force)
+    place = open_place(url) if "://" not in url else None
+    is_here = place is not None and place.folder.stat(MANIFEST_NAME) is not None
+    report = pull(place if place is not None and is_here else _checked_url(url), folder, overwrite=options.force)
     if options.as_json:
         views.print_json(report)
         return

@@ -39,10 +39,9 @@ def publish_goal(given: str | Sequence[str] | Mapping[str, Any]) -> tuple[list[s
     except TypeError:
         known = ", ".join(["url", *PublishOptions.__dataclass_fields__])
         raise ConfigError(f"publish: {', '.join(map(str, options))}: expected some of {known}") from None
-    for url in urls:
-        Client(url, found.headers)
     if not urls:
         raise ConfigError("publish: no url; expected the address of a server, or several")
+    found.check_urls(urls)
     return urls, found
 
 
@@ -123,7 +122,7 @@ class Publisher:
         pending.future.set_exception(error)
         warn(
             f"{pending.path}: not published: {error}; training goes on, `ft-ckpt publish {pending.path} "
-            f"{' '.join(pending.urls)}` does it again",
+            f"{' '.join(pending.urls)}{' --delta' if self.options.delta else ''}` does it again",
             stacklevel=3,
         )
 
@@ -194,7 +193,7 @@ class _Follower:
 
     def all_answer(self) -> bool:
         try:
-            for url in self.urls:
+            for url in () if self.options.delta else self.urls:
                 connect(Client(url, self.options.headers, self.options.timeout_seconds))
         except CheckpointError:
             return False

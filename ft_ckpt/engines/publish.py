@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.messages import LOG
 from ft_ckpt.model.folder import open_folder
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.place import Place, location_name, open_place
 from ft_ckpt.storage.store import Store, read_text
+from ft_ckpt.transfer.deltas import append_checkpoint, drop_rebuilt, is_delta
 from ft_ckpt.transfer.push import pull
 
 _RESUME_TRIES, _RESUME_PAUSE_SECONDS = 4, 1.0
@@ -97,6 +98,8 @@ class PublishOptions:
     base: Any = None
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     timeout_seconds: float = 300.0
+    delta: bool = False
+    anchor_every: int = 10
 
     def __post_init__(self) -> None:
         choices = {
@@ -107,12 +110,37 @@ class PublishOptions:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+        if not isinstance(self.anchor_every, int) or self.anchor_every < 1:
+            raise ConfigError(f"anchor_every={self.anchor_every!r}: expected a number of entries, at least 1")
         if not isinstance(self.keep, int) or self.keep < 0:
             raise ConfigError(f"keep={self.keep!r}: expected a number of older versions, at least 0")
         for name in ("name", "version"):
             value = getattr(self, name)
             if value is not None and not re.fullmatch(r"[\w.-]+", value):
                 raise ConfigError(f"{name}={value!r}: expected letters, digits, dots, dashes and underscores")
+        plain = {each.name: each.default for each in fields(self) if each.default is not MISSING}
+        given = {name for name, default in plain.items() if getattr(self, name) != default}
+        if wrong := sorted(
+            given & (plain.keys() - {"delta", "anchor_every"}) if self.delta else given & {"anchor_every"}
+        ):
+            kind = "of servers; a chain (delta=True) has no such" if self.delta else "of chains; give delta=True"
+            raise ConfigError(f"{listing(wrong, ', ')}: {kind}")
+
+    def check_urls(self, urls: Sequence[str]) -> None:
+        """Raise ConfigError for addresses that are none, for a chain without `delta`, and for a server with it."""
+        if not urls or len({*urls}) < len(urls):
+            raise ConfigError(f"{', '.join(urls) or 'no URL'}: expected one or more servers, each once")
+        for url in urls:
+            is_server = url.partition("://")[0].lower() in ("http", "https")
+            if self.delta and is_server:
+                raise ConfigError(
+                    f"{url}: delta=True appends to a chain, expected a folder or a bucket; a server gets an entry of "
+                    "the chain by another publish, with stage="
+                )
+            if not self.delta:
+                Client(url, self.headers, self.timeout_seconds)
+        if self.delta and len(urls) > 1:
+            raise ConfigError(f"{', '.join(urls)}: expected one chain")
 
 
 def publish(
@@ -131,6 +159,8 @@ def publish(
     base: Any = None,
     headers: Mapping[str, str] | None = None,
     timeout_seconds: float = 300.0,
+    delta: bool = False,
+    anchor_every: int = 10,
 ) -> PublishReport:
     """Load the committed `checkpoint` into the running server at `url`, or into several, and prove that they hold it.
 
@@ -154,6 +184,11 @@ def publish(
     the engine would misread otherwise (see `export`; by default it is refused). `headers` are sent with each
     request; without an Authorization among them the environment variable FT_CKPT_ENGINE_TOKEN is sent as bearer token.
 
+    With `delta`, `url` is a chain, a folder or the URL of one in a bucket, to which the checkpoint is appended: only
+    the elements that differ from the newest entry, or every `anchor_every` entries, and where that is more than half of
+    its bytes, all of it. Published to a server, an entry of a chain is rebuilt in `stage`, byte for byte; of those the
+    two newest are kept. The report has one "server", the entry.
+
     Raises ConfigError for arguments or servers that cannot be, NotACheckpointError or CorruptError for the checkpoint,
     LoadError naming all that the engine would misread, EngineError when a server refuses, does not answer or holds
     something else.
@@ -161,7 +196,7 @@ def publish(
     options = PublishOptions(
         name=name, version=version, kind=kind, part=part, visible_at=visible_at or {}, keep=keep, in_flight=in_flight,
         stage=None if stage is None else Path(stage), check=check, base=base, headers=headers or {},
-        timeout_seconds=timeout_seconds,
+        timeout_seconds=timeout_seconds, delta=delta, anchor_every=anchor_every,
     )  # fmt: skip
     return publish_with(checkpoint, [url] if isinstance(url, str) else list(url), options)
 
@@ -169,8 +204,9 @@ def publish(
 def publish_with(checkpoint: str | Path | Place, urls: Sequence[str], options: PublishOptions) -> PublishReport:
     """As `publish`, with its options in one object."""
     begun = time.monotonic()
-    if not urls or len({*urls}) < len(urls):
-        raise ConfigError(f"{', '.join(urls) or 'no URL'}: expected one or more servers, each once")
+    options.check_urls(urls)
+    if options.delta:
+        return _append(open_place(checkpoint), open_place(urls[0]), options)
     servers = [connect(Client(url, options.headers, options.timeout_seconds)) for url in urls]
     with _exported(open_place(checkpoint), servers, options) as (held, record, options):
         folder = _Folder.of(held.path / record.path, options)
@@ -185,9 +221,29 @@ def publish_with(checkpoint: str | Path | Place, urls: Sequence[str], options: P
                 config = _config_in(Place(held.store, record.path).folder)
                 served, reports = _publish_weights(servers, _Weights(version, folder, held.path, file, config, options))
                 kind = "weights"
+    if options.stage is not None:
+        _drop_rebuilt(open_place(checkpoint), options.stage)
     return PublishReport(
         open_place(checkpoint).location, kind, served, version, tuple(reports), time.monotonic() - begun
     )
+
+
+def _append(checkpoint: Place, chain: Place, options: PublishOptions) -> PublishReport:
+    found = append_checkpoint(checkpoint, chain, options.anchor_every)
+    share = f"{found.bytes:,} of {found.full_bytes:,} bytes, {found.bytes / max(1, found.full_bytes):.1%}"
+    entry = ServerReport(str(found.path), found.kind, found.base, found.is_new, share)
+    return PublishReport(
+        checkpoint.location, found.kind, _run_of(Place(open_place(found.path).folder)), location_name(found.path),
+        (entry,), found.seconds,
+    )  # fmt: skip
+
+
+def _drop_rebuilt(entry: Place, stage: Path) -> None:
+    """Delete checkpoints in the stage that were rebuilt from older entries of the chain; a failure is a warning."""
+    try:
+        drop_rebuilt(Place(entry.absolute.beside), stage / _run_of(entry))
+    except (CheckpointError, OSError) as error:
+        LOG.warning("%s: rebuilt checkpoints were not deleted: %s", stage, error)
 
 
 # The checkpoint
@@ -215,8 +271,10 @@ def _exported(
 @contextmanager
 def _opened(place: Place, options: PublishOptions) -> Iterator[tuple[OpenCheckpoint, PartRecord]]:
     """The checkpoint on this machine, leased and compared with its digests; and the part to publish."""
-    if not isinstance(place.store, LocalStore):
+    if not isinstance(place.store, LocalStore) or is_delta(place):
         folder = None if options.stage is None else options.stage / _run_of(place) / place.last_step
+        if folder is not None and LocalStore(folder).identity == place.folder.identity:
+            raise ConfigError(f"{options.stage}: stage= is where the chain is, expected another folder")
         place = open_place(pull(place, folder, overwrite=folder is not None).path)
     with open_checkpoint(place, compares=False) as held:
         if problems := held.find_problems(deep=True):

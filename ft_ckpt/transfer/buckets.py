@@ -1,6 +1,7 @@
-"""Push to and pull from buckets."""
+"""Push to and pull from buckets, and pull from chains of deltas in folders."""
 
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
@@ -54,12 +55,21 @@ def fetch_checkpoint(source: str | Place, folder: Path | None, *, token: str | N
     """Fetch the checkpoint `source` into `folder`, or into the cache, see `push.pull`."""
     if token is not None:
         raise ConfigError(f"{source}: token: of the Hub; a bucket's keys come from its tools' variables, or open_place")
-    with open_checkpoint(source, compares=False) as held:
+
+    def fetch(held: OpenCheckpoint, *, exact: bool = False) -> CopyReport:
         if folder is None:
-            report = pull_cached(held, held.manifest)
+            return pull_cached(held, held.manifest, exact=exact)
+        goal = Place(LocalStore(folder))
+        return copy_open(held, goal, held.manifest, overwrite=overwrite, renews=True, exact=exact)
+
+    with open_checkpoint(source, compares=False) as held:
+        if held.manifest.delta:
+            from ft_ckpt.transfer.deltas import fetch_whole  # on use: numpy is slow to import
+
+            near = None if folder is None else LocalStore(folder.parent)
+            report = fetch_whole(held, near, partial(fetch, exact=True))
         else:
-            goal = Place(LocalStore(folder))
-            report = copy_open(held, goal, held.manifest, overwrite=overwrite, renews=True)
+            report = fetch(held)
     return PullReport(
         path=Path(report.path),
         url=str(report.source),

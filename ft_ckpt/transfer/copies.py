@@ -94,11 +94,13 @@ def copy_open(
     shown: bool = True,
     heed: Callable[[], None] = lambda: None,
     renews: bool = False,
+    exact: bool = False,
 ) -> CopyReport:
     """Copy what `manifest` lists of an open checkpoint to `goal`, see `copy`.
 
     With `renews`, the digests of an existing copy are compared, and a damaged one is replaced. `heed` is called for
-    each piece of a file, in several threads; an error that it raises ends the copy.
+    each piece of a file, in several threads; an error that it raises ends the copy. With `exact`, the very `manifest`
+    is committed, on a disk.
     """
     begun, size_bytes = time.monotonic(), sum(file.size_bytes for file in manifest.files)
     source, names = Place(held.origin).location, tuple(file.path for file in manifest.files)
@@ -109,7 +111,8 @@ def copy_open(
     if not may_replace:
         _refuse_occupied(goal)
     label = f"copying {goal.last_step}"
-    access = source_access(Place(held.store, MANIFEST_NAME), Place(held.origin), goal)  # each file keeps its own
+    listed = held.store if isinstance(held.store, LocalStore) else held.origin
+    access = source_access(Place(listed, MANIFEST_NAME), Place(held.origin), goal)  # each file keeps its own
     with (
         _staging_at(goal, manifest, access, overwrite=may_replace) as staging,
         track_bytes(size_bytes if shown else 0, label) as track,
@@ -117,7 +120,7 @@ def copy_open(
         copying = _Copying(held, staging.store, _reusable_files(staging.beside, goal, manifest.files), track, heed)
         copying.refuse_full(manifest.files)
         records = copying.copy_all(manifest.files)
-        staging.commit(replace(manifest, files=records, token=None))
+        staging.commit(manifest if exact else replace(manifest, files=records, token=None))
     reused = tuple(sorted(copying.reused))
     seconds = time.monotonic() - begun
     return CopyReport(goal.location, source, True, names, size_bytes, copying.sent_bytes, reused, seconds)

@@ -36,7 +36,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get(_FOLDER) or Path(home, "ft_ckpt"))
 
 
-def pull_cached(held: OpenCheckpoint, manifest: Manifest) -> CopyReport:
+def pull_cached(held: OpenCheckpoint, manifest: Manifest, *, exact: bool = False) -> CopyReport:
     """The checkpoint in the cache; fetched, by one process at a time, if it is missing or damaged there.
 
     Raises ConfigError for an invalid size, and what `copies.copy` raises.
@@ -47,7 +47,7 @@ def pull_cached(held: OpenCheckpoint, manifest: Manifest) -> CopyReport:
     with _sole_puller(cache, goal.name):
         if not is_there(goal, manifest):
             make_room_in(cache, most_bytes, manifest)
-        report = copy_open(held, goal, manifest, overwrite=True, renews=True)
+        report = copy_open(held, goal, manifest, overwrite=True, renews=True, exact=exact)
         goal.folder.write(_USED, b"")
     return report
 

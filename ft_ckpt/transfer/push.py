@@ -227,9 +227,12 @@ def pull(
     """Fetch the checkpoint at `source` into `folder`, or, from a bucket, into the cache; its path is in the report.
 
     `source` is "hf://user/name[@revision][/folder]", all of one commit, or the URL or `Place` of a checkpoint in a
-    bucket. With a manifest, every file is compared with it, and the checkpoint is committed like a save, or not at all.
-    Files on the Hub without a manifest are fetched as they are. `folder` must be new or empty; with `overwrite`, a
-    checkpoint may replace another one.
+    bucket, or the absolute path or `Place` of one in a folder. With a manifest, every file is compared with it, and the
+    checkpoint is committed like a save, or not at all. Files on the Hub without a manifest are fetched as they are.
+    `folder` must be new or empty; with `overwrite`, a checkpoint may replace another one.
+
+    A delta, see `publish`, becomes the checkpoint that it stands for, byte for byte. Its base is read beside `folder`,
+    if it is there, else rebuilt from the chain.
 
     Without `folder`, a checkpoint in a bucket is fetched into the cache: ~/.cache/ft_ckpt, or the folder FT_CKPT_CACHE.
     An entry of the cache is compared and not fetched again, nor are files of 1 MiB or more that another entry has; of
@@ -238,10 +241,12 @@ def pull(
 
     Raises ConfigError for an invalid source, MissingError when there is no such repository, revision or folder,
     NotACheckpointError when nothing is committed there in a bucket, UnreadableError when the Hub is not reached,
-    CorruptError or ManifestError when files and manifest differ, NameTakenError when `folder` is taken, TargetError or
-    NoSpaceError when it cannot be written.
+    CorruptError or ManifestError when files and manifest differ, or entries of a chain are missing, NameTakenError when
+    `folder` is taken, TargetError or NoSpaceError when it cannot be written.
     """
-    fetcher, target = _module_for(source), None if folder is None else local_path(folder)
+    target = None if folder is None else local_path(folder)
+    is_here = isinstance(source.store, LocalStore) if isinstance(source, Place) else Path(source).is_absolute()
+    fetcher = importlib.import_module("ft_ckpt.transfer.buckets") if is_here else _module_for(source)
     report: PullReport = fetcher.fetch_checkpoint(source, target, token=token, overwrite=overwrite)
     return report
 
