@@ -77,6 +77,14 @@ def read_manifest(path: str | os.PathLike[str] | Place) -> Manifest:
     return load_manifest(open_place(path).folder)
 
 
+def is_delta(place: Place) -> bool:
+    """Whether the checkpoint at `place`, if there is one, is a delta of a chain."""
+    try:
+        return bool(load_manifest(place.folder).delta)
+    except CheckpointError:
+        return False
+
+
 def load_manifest(store: Store) -> Manifest:
     """The manifest of the checkpoint in `store`. Raises as `read_manifest` does."""
     return parse_manifest(manifest_text(store), store.where(MANIFEST_NAME))

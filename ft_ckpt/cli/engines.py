@@ -101,6 +101,11 @@ def _print_trouble(text: str) -> None:
 def _print_report(report: "PublishReport", *, as_json: bool) -> None:
     if as_json:
         views.print_json({**dataclasses.asdict(report), "path": str(report.path)})
+    elif report.kind in ("anchor", "delta"):
+        entry = report.servers[0]
+        kind = report.kind if entry.before is None else f"{report.kind} on {entry.before}"
+        done = f"{report.seconds:.1f} s" if entry.is_new else "there already"
+        print_lines(f"{report.path} -> {entry.url}: {kind}, {entry.checked}, {done}")
     else:
         print_lines(f"{report.path} -> {report.name} ({report.kind} {report.version}): {report.seconds:.1f} s")
         rows = (

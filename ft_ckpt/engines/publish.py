@@ -15,6 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ft_ckpt.checkpoint.catalog import is_delta
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.engines.client import Client
@@ -29,7 +30,7 @@ from ft_ckpt.model.folder import open_folder
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, location_name, open_place
 from ft_ckpt.storage.store import Store, read_text
-from ft_ckpt.transfer.deltas import append_checkpoint, drop_rebuilt, is_delta
+from ft_ckpt.transfer.deltas import append_checkpoint, drop_rebuilt
 from ft_ckpt.transfer.push import pull
 
 _RESUME_TRIES, _RESUME_PAUSE_SECONDS = 4, 1.0

@@ -158,6 +158,7 @@ def _open_any_folder(place: Place, origin: Place) -> TensorFile:
 
 def _open_own_checkpoint(place: Place, origin: Place) -> TensorFile:
     manifest = load_manifest(place.folder)
+    refuse_delta(manifest, origin)
     for known in map(format_named, sorted({part.format for part in manifest.parts})):
         if known.library is not None:
             return known.library.open_folder(place)
@@ -168,6 +169,13 @@ def _open_own_checkpoint(place: Place, origin: Place) -> TensorFile:
         file.ties |= {other: group[0] for group in record.ties for other in group[1:] if group[0] in file.specs}
         parts.append(FolderPart(record.path, record.kind, file, record))
     return WeightsFolder(place, origin, parts, manifest)
+
+
+def refuse_delta(manifest: Manifest, place: Place) -> None:
+    """Raise LoadError if this is the manifest of a delta, which has only some elements of the weights."""
+    if manifest.delta:
+        base = manifest.delta.get("base")
+        raise LoadError(f"{place}: a delta on {base}, expected all weights; `ft-ckpt pull` makes the checkpoint of it")
 
 
 def _huggingface_parts(store: Store) -> Iterator[FolderPart]:

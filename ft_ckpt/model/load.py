@@ -20,6 +20,7 @@ from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.tensor_file import MemoryFile
 from ft_ckpt.messages import printable
 from ft_ckpt.model.attach_adapters import attach_adapters, base_of
+from ft_ckpt.model.folder import refuse_delta
 from ft_ckpt.model.load_weights import (
     LoadReport,
     beside_weights,
@@ -118,6 +119,7 @@ def load_model(
         raise NotACheckpointError(why_no_checkpoint(place.folder))
     root, wanted = found[0], (found[1] or None) if part is None else part
     with open_checkpoint(Place(root), compares=False) as held, _explain_errors(root):
+        refuse_delta(held.manifest, Place(held.origin))
         groups = _group_records(held, wanted)
         if not groups:
             raise LoadError(f"{held.store.url}: no part to load")

@@ -86,13 +86,6 @@ def content_digest(manifest: Manifest) -> str:
     return digest_of_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
 
 
-def is_delta(place: Place) -> bool:
-    """Whether the checkpoint at `place` is a delta."""
-    with suppress(CheckpointError):
-        return load_manifest(place.folder).kind == DELTA
-    return False
-
-
 # Appending
 
 

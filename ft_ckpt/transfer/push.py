@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
+from ft_ckpt.checkpoint.catalog import is_delta
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.messages import LOG, warn
@@ -252,9 +253,12 @@ def pull(
 
 
 def _place_for(sender: ModuleType, checkpoint: Checkpoint) -> Place:
-    """The checkpoint where the sender can read it: the Hub's client reads local files only, so a bucket's is pulled."""
+    """The checkpoint where the sender can read it: the Hub's client reads local files only, so a bucket's is pulled.
+
+    A delta, too: the Hub gets all weights.
+    """
     place = open_place(checkpoint)
-    if isinstance(place.store, LocalStore) or sender.__name__ != _HUB:
+    if sender.__name__ != _HUB or (isinstance(place.store, LocalStore) and not is_delta(place)):
         return place
     return open_place(pull(place).path)
 

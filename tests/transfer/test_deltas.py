@@ -21,7 +21,7 @@ from ft_ckpt import Keep
 from ft_ckpt.checkpoint.catalog import discover, load_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord, manifest_to_json
 from ft_ckpt.checkpoint.prune import prune_run
-from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError
+from ft_ckpt.errors import ConfigError, CorruptError, LoadError, NameTakenError
 from ft_ckpt.storage.digests import read_record
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place
@@ -339,6 +339,19 @@ def test_a_chain_is_copied_by_sync(tmp_path: Path) -> None:
     paths = grow(tmp_path / "run", tmp_path / "chain", 3)
     assert ft_ckpt.sync(tmp_path / "chain", tmp_path / "there").problems == ()
     assert_rebuilt(tmp_path / "there/checkpoint-3", tmp_path / "out", paths[2])
+
+
+def test_a_delta_is_not_taken_for_weights(tmp_path: Path) -> None:
+    grow(tmp_path / "run", tmp_path / "chain", 2)
+    entry = tmp_path / "chain/checkpoint-2"
+    readers: list[Callable[[], Any]] = [
+        lambda: ft_ckpt.load_model(entry),
+        lambda: ft_ckpt.convert(entry, tmp_path / "out.h5"),
+        lambda: ft_ckpt.average([entry, entry], tmp_path / "out"),
+    ]
+    for read in readers:
+        with pytest.raises(LoadError, match=r"checkpoint-2: a delta on checkpoint-1, .* `ft-ckpt pull`"):
+            read()
 
 
 def test_the_cache_gets_the_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,14 @@ from seeds import chosen_seed
 
 EVERYWHERE = ["sync", "sync --delete", "prune", "cp", "cp --overwrite", "convert", "convert --overwrite"]
 EVERYWHERE += ["convert to a file", "convert over a file", "convert by a library", "average", "average --overwrite"]
+EVERYWHERE += ["append", "rebuild"]
 MERGES = ["merge", "merge --overwrite"]
 OF_BUCKETS = ["push", "pull", "pull to the cache", "cp within a bucket"]
 OF_HUB = ["pull from the Hub", "pull a checkpoint from the Hub"]
 ALL = [(command, place) for command in (*EVERYWHERE, *MERGES) for place in ("folder", "bucket")]
 ALL += [(command, "bucket") for command in OF_BUCKETS] + [(command, "folder") for command in OF_HUB]
 SAMPLE = [("sync --delete", "folder"), ("cp --overwrite", "bucket"), ("convert --overwrite", "folder")]
+SAMPLE += [("append", "folder"), ("append", "bucket"), ("rebuild", "folder")]
 MOST = 6  # deaths of each in the sample
 
 

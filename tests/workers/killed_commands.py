@@ -33,7 +33,9 @@ from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.checkpoint.staging import open_staging
 from ft_ckpt.errors import CheckpointError, TargetError
 from ft_ckpt.storage import local_disk, object_store, scratch
+from ft_ckpt.storage.place import open_place
 from ft_ckpt.transfer import copies
+from ft_ckpt.transfer.deltas import append_checkpoint, drop_rebuilt
 
 STOP = 9997  # as faulty.c has it
 LOADED = ("obstore", "ft_ckpt.model.average", "ft_ckpt.transfer.sync", "ft_ckpt.transfer.buckets")
@@ -169,6 +171,26 @@ def pull_from_hub(root: Path, there: str, name: str = "base") -> None:
         ft_ckpt.pull(f"hf://org/{name}", root / "pulled")
 
 
+def chain_of_one(root: Path, there: str) -> None:
+    run_of_two(root, there)
+    append(root, there, 1)
+
+
+def append(root: Path, there: str, step: int = 2) -> None:
+    append_checkpoint(open_place(root / "run" / f"checkpoint-{step}"), open_place(f"{there}/chain"), 10)
+
+
+def chain_of_two(root: Path, there: str) -> None:
+    chain_of_one(root, there)
+    append(root, there)
+    ft_ckpt.pull(open_place(f"{there}/chain/checkpoint-1"), root / "stage/checkpoint-1")
+
+
+def rebuild(root: Path, there: str) -> None:
+    ft_ckpt.pull(open_place(f"{there}/chain/checkpoint-2"), root / "stage/checkpoint-2", overwrite=True)
+    drop_rebuilt(open_place(f"{there}/chain"), root / "stage", keep=1)
+
+
 def copy_within(root: Path, there: str) -> None:
     ft_ckpt.copy(f"{there}/run/checkpoint-2", f"{there}/out")
 
@@ -191,6 +213,8 @@ COMMANDS: dict[str, tuple[Action, Action]] = {
     "push": (run_of_two, push),
     "pull": (run_there, pull),
     "pull to the cache": (run_there, pull_to_cache),
+    "append": (chain_of_one, append),
+    "rebuild": (chain_of_two, rebuild),
     "cp within a bucket": (run_there, copy_within),
     "pull from the Hub": (nothing, pull_from_hub),
     "pull a checkpoint from the Hub": (nothing, partial(pull_from_hub, name="checkpoint")),
