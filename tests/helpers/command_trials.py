@@ -27,6 +27,7 @@ from ft_ckpt.checkpoint import guards
 from ft_ckpt.checkpoint.guards import LEASE, hold_lease
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.prune import recover_all
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
 from ft_ckpt.storage.local_store import temporary_store
 
@@ -187,6 +188,8 @@ class CommandTrials:
                 wrong.append(f"the next call: {error}")
         found = self._files(root)
         come_by_later(root)
+        for unit in {name.rpartition("/")[0] for name in found if name.startswith(IN_BUCKET) and f"/{LEASE}" in name}:
+            recover_all(str(self._location(unit, root)).rpartition("/")[0])  # as the next save or sweep there does
         wrong += [f"left or lost: {name}" for name in sorted(self._files(root).keys() ^ self.after.keys())]
         wrong += [f"not the new: {name}" for name in sorted(self._differing(found, self.after))]
         return wrong + [f"afterwards {each}" for each in self._damaged(root)]

@@ -125,6 +125,12 @@ def on_publish(script: int) -> dict[str, Any]:
                 torch.nn.init.normal_(parameter)
         with CheckpointSaver(None) as saver:
             saver.save(model, folder, step=500, adapter_only=True)
+    for step in (1, 2):
+        with CheckpointSaver(None) as saver:
+            saver.save(base, f"runs/grpo/checkpoint-{step}", step=step, tokenizer=models.tokenizer())
+        with torch.no_grad():
+            for parameter in base.parameters():
+                parameter.view(-1)[::100] *= 1.5
     engines = {host: _open.enter_context(serving(Path("base").absolute())) for host in ("127.0.0.1", *GPUS)}
     addresses = {(host, 8000): ("127.0.0.1", urlsplit(engine.url).port) for host, engine in engines.items()}
     connect = socket.create_connection
