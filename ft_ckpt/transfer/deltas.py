@@ -26,9 +26,9 @@ import numpy as np
 
 from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, in_run_order, list_checkpoints, load_manifest, parse_manifest
-from ft_ckpt.checkpoint.delete import delete_checkpoint
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, manifest_to_json
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint, text_identity
+from ft_ckpt.checkpoint.prune import remove_checkpoints
 from ft_ckpt.checkpoint.staging import open_staging_at
 from ft_ckpt.errors import (
     CheckpointError,
@@ -37,6 +37,7 @@ from ft_ckpt.errors import (
     ManifestError,
     NameTakenError,
     NotACheckpointError,
+    UnreadableError,
     listing,
 )
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
@@ -44,6 +45,7 @@ from ft_ckpt.formats.safetensors import HeaderEntry, SafetensorsHeader, lay_out_
 from ft_ckpt.messages import warn
 from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_bytes, record_of
 from ft_ckpt.storage.frozen_view import ListedStore
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, source_access
 from ft_ckpt.storage.scratch import copy_object
 from ft_ckpt.storage.store import Readable, Store, Stored, etag_of, read_range, read_text
@@ -324,6 +326,8 @@ def open_whole(entry: OpenCheckpoint, near: Store | None = None) -> Iterator[Ope
             store = _whole_store(entries, manifest, near, stack)
             identity = text_identity(manifest_to_json(manifest).encode()) if entry.manifest.delta else entry.identity
             yield replace(entry, store=store, manifest=manifest, identity=identity)
+        except UnreadableError:
+            raise  # it may pass
         except (CorruptError, ManifestError) as error:
             damaged = [f"{each.location}: {line}" for each in entries for line in each.find_problems(deep=True)]
             raise CorruptError(f"{listing(damaged) if damaged else error}; {_REPAIR}") from error
@@ -359,7 +363,10 @@ def fetch_whole(entry: OpenCheckpoint, near: Store | None, copy: Callable[[OpenC
 
 
 def drop_rebuilt(chain: Place, folder: Path, keep: int = 2) -> None:
-    """Delete checkpoints in `folder` that entries of the chain stand for, but the `keep` newest, and none in use."""
+    """Delete checkpoints in `folder` that entries of the chain stand for, but the `keep` newest, and none in use.
+
+    What could not be deleted stays until the next call.
+    """
     manifests = {info.name: info.manifest for info in list_checkpoints(chain).found}
     if not any(manifest.delta for manifest in manifests.values()):
         return
@@ -370,8 +377,7 @@ def drop_rebuilt(chain: Place, folder: Path, keep: int = 2) -> None:
         and {file.path for file in weights_manifest(info.manifest).files} == {file.path for file in info.manifest.files}
         and content_digest(info.manifest) == _content_of(manifests[info.name])
     ]
-    for info in rebuilt[:-keep]:
-        delete_checkpoint(folder / info.name)
+    remove_checkpoints(Place(LocalStore(folder)), [folder / info.name for info in rebuilt[:-keep]], ())
 
 
 def _manifest_of(entry: OpenCheckpoint, wanted: str = "") -> Manifest:

@@ -14,7 +14,7 @@ from seeds import chosen_seed
 
 EVERYWHERE = ["sync", "sync --delete", "prune", "cp", "cp --overwrite", "convert", "convert --overwrite"]
 EVERYWHERE += ["convert to a file", "convert over a file", "convert by a library", "average", "average --overwrite"]
-EVERYWHERE += ["append", "rebuild"]
+EVERYWHERE += ["append", "rebuild", "drop rebuilt"]
 MERGES = ["merge", "merge --overwrite"]
 OF_BUCKETS = ["push", "pull", "pull to the cache", "cp within a bucket"]
 OF_HUB = ["pull from the Hub", "pull a checkpoint from the Hub"]

@@ -188,6 +188,14 @@ def chain_of_two(root: Path, there: str) -> None:
 
 def rebuild(root: Path, there: str) -> None:
     ft_ckpt.pull(open_place(f"{there}/chain/checkpoint-2"), root / "stage/checkpoint-2", overwrite=True)
+
+
+def two_rebuilt(root: Path, there: str) -> None:
+    chain_of_two(root, there)
+    rebuild(root, there)
+
+
+def drop_older(root: Path, there: str) -> None:
     drop_rebuilt(open_place(f"{there}/chain"), root / "stage", keep=1)
 
 
@@ -215,6 +223,7 @@ COMMANDS: dict[str, tuple[Action, Action]] = {
     "pull to the cache": (run_there, pull_to_cache),
     "append": (chain_of_one, append),
     "rebuild": (chain_of_two, rebuild),
+    "drop rebuilt": (two_rebuilt, drop_older),
     "cp within a bucket": (run_there, copy_within),
     "pull from the Hub": (nothing, pull_from_hub),
     "pull a checkpoint from the Hub": (nothing, partial(pull_from_hub, name="checkpoint")),
