@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import views
+from ft_ckpt.cli.files import print_conversion, refuse_existing
 from ft_ckpt.cli.options import add_dry_run, add_force, add_json, print_lines, print_path
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, listing
@@ -51,6 +52,7 @@ def add_pull(parser: ArgumentParser) -> None:
         "url", metavar="URL", help="hf://user/name[@revision][/folder], or in a bucket; or the path of a delta."
     )
     parser.add_argument("folder", metavar="FOLDER", nargs="?", help="Folder to write; else the cache.")
+    parser.add_argument("--base", help="Model with the configs, for a step of a chain of deltas that TRL wrote.")
     add_force(parser)
     add_json(parser)
     parser.set_defaults(run=_pull)
@@ -62,6 +64,15 @@ def _pull(options: Namespace) -> None:
     Without FOLDER, what is in a bucket comes into the cache, and its path is printed.
     """
     url, folder = options.url, options.folder
+    if options.base is not None:
+        if folder is None:
+            raise ConfigError("--base: expected a FOLDER to write, too")
+        refuse_existing(folder, options.force)
+        from ft_ckpt.engines.foreign import rebuild_foreign
+
+        rebuilt = rebuild_foreign(url, folder, options.base, overwrite=options.force)
+        print_conversion(url, rebuilt, False, as_json=options.as_json)
+        return
     from ft_ckpt.transfer.push import pull
 
     place = open_place(url) if "://" not in url else None
