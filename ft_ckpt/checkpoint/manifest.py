@@ -158,6 +158,7 @@ _PLAIN: dict[Any, _Reader] = {
 MANIFEST_NAME = "ft_ckpt.json"
 FORMAT_VERSION = 1  # increased when an older reader could misread a newer manifest
 MANIFEST_LIMIT_BYTES = 256 << 20  # a million tensors
+_DELTA_FIELDS = {"base", "base_content", "content"}
 _MOST_RANKS = 1 << 17  # that may have written one file: each needs a digest state during a check
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -330,6 +331,9 @@ def _manifest_problems(manifest: Manifest) -> Iterator[str]:
             yield f"{file.path!r}: {file.size_bytes} bytes, written by {file.ranks} ranks"
         elif not _are_in_order(file):
             yield f"{file.path!r}: cuts that are not in order, inside of the file and of its ranks"
+    base = manifest.delta.get("base", "")
+    if manifest.delta and ("/" in base or not is_inside(base) or not manifest.delta.keys() >= _DELTA_FIELDS):
+        yield f"delta: {dict(manifest.delta)}, expected the name of its base and two digests"
     for part in manifest.parts:
         for tensor in part.tensors:
             if not 0 <= tensor.start <= tensor.end or min(tensor.shape, default=0) < 0:

@@ -157,7 +157,7 @@ def _refuse_older(entries: Sequence[CheckpointInfo], coming: CheckpointInfo) -> 
 
 def _deltas_in_a_row(entries: Sequence[CheckpointInfo]) -> int:
     """The number of deltas after the last anchor."""
-    return next((count for count, info in enumerate(reversed(entries)) if info.manifest.kind != DELTA), len(entries))
+    return next((count for count, info in enumerate(reversed(entries)) if not info.manifest.delta), len(entries))
 
 
 def _append_delta(held: OpenCheckpoint, manifest: Manifest, newest: CheckpointInfo, goal: Place) -> Manifest | None:
@@ -339,7 +339,7 @@ def _whole_store(entries: list[OpenCheckpoint], manifest: Manifest, near: Store 
     there = _place_near(near, name, content_digest(manifest))
     if there is not None and there.folder.identity != entry.origin.identity:
         return stack.enter_context(open_checkpoint(there, compares=False)).store
-    if entry.manifest.kind != DELTA:
+    if not entry.manifest.delta:
         return entry.store
     base = entry.manifest.delta["base"]
     if any(Place(each.origin).last_step == base for each in entries):
@@ -383,9 +383,7 @@ def drop_rebuilt(chain: Place, folder: Path, keep: int = 2) -> None:
 def _manifest_of(entry: OpenCheckpoint, wanted: str = "") -> Manifest:
     """The manifest of the checkpoint that an entry stands for. Raises CorruptError if its content is not `wanted`."""
     manifest, expected = entry.manifest, wanted
-    if manifest.kind == DELTA:
-        if not manifest.delta.keys() >= {"base", "base_content", "content"}:
-            raise CorruptError(f"{entry.location}: a delta without a base in its manifest; delete it")
+    if manifest.delta:
         text = read_text(entry.store, CHECKPOINT_NAME, MANIFEST_LIMIT_BYTES)
         manifest = parse_manifest(text, entry.origin.where(CHECKPOINT_NAME))
         expected = wanted or entry.manifest.delta["content"]
@@ -401,7 +399,7 @@ def _place_near(near: Store | None, name: str, content: str) -> Place | None:
     place = Place(near.within(name))
     with suppress(CheckpointError):
         manifest = load_manifest(place.folder)
-        if manifest.kind != DELTA and content_digest(manifest) == content:
+        if not manifest.delta and content_digest(manifest) == content:
             return place
     return None
 
@@ -464,9 +462,10 @@ class _Piece:
         for name in sorted(name.removesuffix(".indices") for name in self.header.tensors if name.endswith(".indices")):
             entry, indices = tensors.get(name), self.header.tensors[f"{name}.indices"]
             values = self.header.tensors.get(f"{name}.values")
-            if entry is None or values is None or (values.dtype, values.shape) != (entry.dtype, indices.shape):
+            are_positions = indices.dtype in ("int32", "int64") and len(indices.shape) == 1
+            if entry is None or values is None or not are_positions or values[:2] != (entry.dtype, indices.shape):
                 raise CorruptError(f"{self.file.where}: {name}: changes of no such tensor; use an older checkpoint")
-            at = np.frombuffer(content[indices.start : indices.end], {"int32": "<i4"}.get(indices.dtype, "<i8"))
+            at = np.frombuffer(content[indices.start : indices.end], "<i4" if indices.dtype == "int32" else "<i8")
             width, at = ITEM_BYTES[entry.dtype], at.astype(np.int64)
             is_inside = not at.size or (at[0] >= 0 and at[-1] < (entry.end - entry.start) // width)
             if not is_inside or bool((np.diff(at) <= 0).any()):

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from s3_server import S3
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ft_ckpt
@@ -21,7 +22,7 @@ from ft_ckpt import Keep
 from ft_ckpt.checkpoint.catalog import discover, load_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord, manifest_to_json
 from ft_ckpt.checkpoint.prune import prune_run
-from ft_ckpt.errors import ConfigError, CorruptError, LoadError, NameTakenError
+from ft_ckpt.errors import ConfigError, CorruptError, LoadError, ManifestError, NameTakenError
 from ft_ckpt.storage.digests import read_record
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place
@@ -315,6 +316,59 @@ def test_a_broken_chain_is_refused_by_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(ft_ckpt.errors.CheckpointError, match=expected) as caught:
         ft_ckpt.pull(chain / "checkpoint-4", tmp_path / "out")
     assert "--anchor-every 1" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("base", ["../run/checkpoint-1", "/", "", "..", "a/b"])
+def test_a_base_elsewhere_is_refused(tmp_path: Path, base: str) -> None:
+    grow(tmp_path / "run", tmp_path / "chain", 2)
+    path = tmp_path / "chain/checkpoint-2"
+    manifest = load_manifest(LocalStore(path))
+    (path / MANIFEST_NAME).write_text(manifest_to_json(replace(manifest, delta={**manifest.delta, "base": base})))
+    with pytest.raises(ManifestError, match="expected the name of its base"):
+        ft_ckpt.pull(path, tmp_path / "out")
+    assert prune_run(tmp_path / "chain", Keep(last=1)).dropped == ()
+
+
+def hostile(change: Callable[[Tensors], Any]) -> Callable[[Path], None]:
+    """Changes a file of a delta, and its manifest with it."""
+
+    def do(path: Path) -> None:
+        file = path / PIECE
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata()
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, metadata)
+        manifest, store = load_manifest(LocalStore(path)), LocalStore(path)
+        records = tuple(read_record(store, each.path) for each in manifest.files)
+        (path / MANIFEST_NAME).write_text(manifest_to_json(replace(manifest, files=records)))
+
+    return do
+
+
+NAME = "a.weight.indices"
+HOSTILE: dict[str, Callable[[Tensors], Any]] = {
+    "outside": lambda found: found[NAME].add_(1 << 30),
+    "negative": lambda found: found[NAME].sub_(1 << 30),
+    "repeated": lambda found: found[NAME].zero_(),
+    "no integers": lambda found: found.update({NAME: found[NAME].float()}),
+    "two dimensions": lambda found: found.update({NAME: found[NAME][None]}),
+    "short": lambda found: found.update({NAME: found[NAME][1:].clone()}),
+    "no values": lambda found: found.pop("a.weight.values"),
+    "other values": lambda found: found["a.weight.values"].zero_(),
+    "no tensor": lambda found: found.update(
+        {"x.indices": found[NAME].clone(), "x.values": found["a.weight.values"].clone()}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_delta_is_refused(tmp_path: Path, name: str) -> None:
+    grow(tmp_path / "run", tmp_path / "chain", 2)
+    hostile(HOSTILE[name])(tmp_path / "chain/checkpoint-2")
+    with pytest.raises(CorruptError, match=r"model-1\.safetensors"):
+        ft_ckpt.pull(tmp_path / "chain/checkpoint-2", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
