@@ -140,7 +140,7 @@ class _RebuiltTensors:
         if self.encodings[number] == "gap_delta":
             positions = torch.cumsum(positions + 1, 0) - 1
         is_inside = not len(positions) or (positions[0] >= 0 and positions[-1] < spec.numel)
-        if len(positions) != len(values) or not is_inside or bool((positions.diff() <= 0).any()):
+        if len(positions) != len(values) or not is_inside or bool((positions[1:] <= positions[:-1]).any()):
             raise CorruptError(f"{self.places[number]}: {name}: positions that are not ascending inside of the tensor")
         if values.dtype != getattr(torch, spec.dtype):
             raise CorruptError(f"{self.places[number]}: {name}: values in {values.dtype}, expected {spec.dtype}")

@@ -468,7 +468,7 @@ class _Piece:
             at = np.frombuffer(content[indices.start : indices.end], "<i4" if indices.dtype == "int32" else "<i8")
             width, at = ITEM_BYTES[entry.dtype], at.astype(np.int64)
             is_inside = not at.size or (at[0] >= 0 and at[-1] < (entry.end - entry.start) // width)
-            if not is_inside or bool((np.diff(at) <= 0).any()):
+            if not is_inside or bool((at[1:] <= at[:-1]).any()):
                 raise CorruptError(f"{self.file.where}: {name}: positions that are not ascending, or outside of it")
             rows = np.frombuffer(content[values.start : values.end], np.uint8).reshape(-1, width)
             found.append((entry.start + at * width, rows))
