@@ -64,7 +64,7 @@ def run_cases(
     """What went wrong in each case, over all ranks ("" when nothing did).
 
     A case that takes its process down is charged with the log, and the cases after it are launched again, so that one
-    crash does not hide the others.
+    crash does not hide the others. A launch that does not end after its last case is charged to that one.
     """
     errors: dict[str, str] = {}
     for attempt in range(MAX_LAUNCHES):
@@ -76,6 +76,8 @@ def run_cases(
         result = launch(worker, ranks, [folder, outcomes, *remaining], timeout, env)
         errors.update(_finished(outcomes, ranks))
         crashed = next((case for case in remaining if case not in errors), None)
+        if crashed is None and result.returncode == TIMED_OUT:
+            crashed = remaining[-1]
         if crashed is not None:
             errors[crashed] = f"the process ended with status {result.returncode}\n{result.log[-6000:]}"
     return {case: errors.get(case, "not run: too many cases before it crashed") for case in cases}
@@ -150,9 +152,20 @@ def _nursery() -> subprocess.Popen[str]:
         start_new_session=True,
     )
     atexit.register(server.kill)
-    assert server.stdout is not None
-    assert server.stdout.readline() == "ready\n", "tests/nursery.py did not start"
+    assert _answer(server) == "ready", "tests/helpers/nursery.py did not start"
     return server
+
+
+def _answer(server: subprocess.Popen[str]) -> str:
+    """One line of the server. A buffered read may take two at once, and `select` never sees the second."""
+    assert server.stdout is not None
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(server.stdout.fileno(), 1)
+        if not byte:
+            raise EOFError(f"tests/helpers/nursery.py ended after {line!r}")
+        line += byte
+    return line.decode().strip()
 
 
 def _begin(
@@ -167,12 +180,11 @@ def _begin(
     """Have the server fork that; the number of the process."""
     server = _nursery()
     assert server.stdin is not None
-    assert server.stdout is not None
     arguments = [str(argument) for argument in args]
     request = [str(script), arguments, ranks, environment, str(cwd or Path.cwd()), str(output), str(errors)]
     server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()
-    return int(server.stdout.readline())
+    return int(_answer(server))
 
 
 def _end(process: int, timeout: float) -> int:
@@ -182,7 +194,7 @@ def _end(process: int, timeout: float) -> int:
     ended = select.select([server.stdout], [], [], timeout)[0]
     if not ended:
         _kill_tree(process)
-    returncode = int(server.stdout.readline())
+    returncode = int(_answer(server))
     return returncode if ended else TIMED_OUT
 
 
