@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ft_ckpt.transfer.outgoing import PullReport, PushReport
     from ft_ckpt.transfer.push import PendingPush, pull, push
     from ft_ckpt.transfer.sync import SyncReport, sync
+    from ft_ckpt.writer import Writer
 
 __all__ = [
     "CheckpointSaver",
@@ -55,6 +56,7 @@ __all__ = [
     "SaveReport",
     "SaverConfig",
     "SyncReport",
+    "Writer",
     "average",
     "best",
     "check_for",
@@ -95,6 +97,7 @@ _HOME = {
     "SaveReport": "ft_ckpt.saver",
     "SaverConfig": "ft_ckpt.config",
     "SyncReport": "ft_ckpt.transfer.sync",
+    "Writer": "ft_ckpt.writer",
     "average": "ft_ckpt.model.average",
     "best": "ft_ckpt.checkpoint.catalog",
     "check_for": "ft_ckpt.engines.preflight",

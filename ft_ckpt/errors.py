@@ -19,6 +19,7 @@
     ├── LoadError              ValueError          a strict load that did not fit
     │   └── BaseMismatchError      ValueError      an adapter loaded onto another base than it was trained on
     ├── TicketError            ValueError          a report about a sample that is not in flight
+    ├── WriterError            RuntimeError        a writer of the run handed in nothing, or something else
     └── RankError              RuntimeError        another rank failed
         └── RanksDisagreeError     RuntimeError    ranks called with different arguments, or not at all
 
@@ -128,6 +129,10 @@ class BaseMismatchError(LoadError):
 
 class TicketError(CheckpointError, ValueError):
     """A report to a `Frontier` about a sample that is not in flight under this ticket."""
+
+
+class WriterError(CheckpointError, RuntimeError):
+    """A writer of the run has ended, hands in nothing or something else, or belongs to another session."""
 
 
 class RankError(CheckpointError, RuntimeError):

@@ -11,11 +11,13 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from ft_ckpt.checkpoint.run_places import open_run_places
+from ft_ckpt.checkpoint.session import check_writer_names
 from ft_ckpt.config import SaverConfig, make_config, numbers_of
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.engines.follow import publish_goal
 from ft_ckpt.engines.publish import PublishReport, publish_with
+from ft_ckpt.errors import ConfigError
 from ft_ckpt.messages import LOG
 from ft_ckpt.model.adapters import has_adapters
 from ft_ckpt.model.entries import Merged
@@ -199,6 +201,35 @@ class CheckpointSaver:
         """
         self._run.register(objects)
 
+    def invite(
+        self,
+        *writers: str,
+        optional: Iterable[str] = (),
+        allow: Iterable[str] = (),
+        timeout_seconds: float = 300.0,
+        **groups: int,
+    ) -> str:
+        """Invite processes beside the training to hand in parts of each checkpoint; on every rank, after `resume`.
+
+        Each name is that of a `Writer`; a group, such as rollout=4, invites "rollout-0" to "rollout-3". From now on a
+        save of the run asks all of them for their state, and commits when all have handed in theirs for its step; a
+        save in the background waits for them in the background. Without those that `optional` names, of writers or
+        groups, it commits after `timeout_seconds`, or when their process has ended; the report's notes name them.
+        Returns the token of the session, which a `Writer` may be given to join no other.
+
+        Raises WriterError if the checkpoint that was resumed lacks the part of a writer, or has one of a writer that is
+        not invited, unless `allow` names it; TargetError while another process has invited writers to the directory;
+        ConfigError for names that cannot be, and without a directory. Saves raise WriterError naming the writers that
+        have ended, failed, or handed in nothing in time.
+        """
+        families = {name: tuple(f"{name}-{number}" for number in range(count)) for name, count in groups.items()}
+        names = [*writers, *(name for family in families.values() for name in family)]
+        left_out = {each for name in optional for each in (name, *families.get(name, ()))}
+        check_writer_names(names)
+        if unknown := sorted({*optional} - {*names, *families}):
+            raise ConfigError(f"optional={unknown}: not invited; expected some of {', '.join(names)}")
+        return self._saves.invite({name: name in left_out for name in names}, tuple(allow), timeout_seconds)
+
     @property
     def directory(self) -> Path | str | None:
         """The folder for checkpoints that are saved without a path; its URL if it is in a bucket."""
@@ -322,6 +353,7 @@ class CheckpointSaver:
         resume_run(self._run, wanted, self._current_ranks(), allow, library_versions())
         self._saves.upload_leftovers()
         self._saves.publish_resumed()
+        self._saves.reopen_session()
         progress, leads = self._run.progress, self._current_ranks().leads
         if leads and progress.resumed_from is None:
             LOG.info("a fresh start: nothing was resumed from %s", self.directory)
@@ -354,6 +386,7 @@ class CheckpointSaver:
             stack.callback(self._saves.end_follow_up, wait=save)  # the last, since a save in the background begins it
             stack.callback(self._pending.close)
             stack.callback(self._run.close)
+            stack.callback(self._saves.end_session)
             stack.callback(_OPEN.discard, self)
             stack.callback(self._saves.close)
             if save and not self._saves.is_closed:

@@ -132,7 +132,7 @@ def lease_in_bucket(store: Store) -> Iterator[str | None]:
         yield None
         return
     try:
-        with _renewed(lambda: put_mark(store, name)):
+        with renewed(lambda: put_mark(store, name)):
             yield name
     finally:
         with suppress(CheckpointError):  # it expires in ten minutes
@@ -140,7 +140,7 @@ def lease_in_bucket(store: Store) -> Iterator[str | None]:
 
 
 @contextmanager
-def _renewed(renew: Callable[[], object]) -> Iterator[None]:
+def renewed(renew: Callable[[], object]) -> Iterator[None]:
     """Call `renew` each minute in a thread while the block runs; its errors are ignored."""
     over = threading.Event()
 
@@ -227,7 +227,7 @@ def hold_lease(path: str | os.PathLike[str] | Place) -> Iterator[str | None]:
         return
     file, handle = held
     try:
-        with _renewed(lambda: os.utime(handle)):
+        with renewed(lambda: os.utime(handle)):
             yield None
     finally:
         os.close(handle)

@@ -305,13 +305,15 @@ def _commit_files(job: SaveJob, files: list[FileRecord], samples: tuple[BaseSamp
     if request.check is not None:
         with local_folder(Place(store)) as folder:
             notes.append(request.check.compare(folder))
+    handed_in, left_out = ([], []) if request.collect is None else request.collect(store)
+    notes += left_out
     if compression is not None:  # a second pass over the files: sizes are known only afterwards
         for file in files:
             compress_file(Place(store, file.path), compression)
         files = [read_record(store, file.path) for file in files]
     manifest = manifest_of(
         plan.plans,
-        [*files, *job.companions],
+        [*files, *job.companions, *handed_in],
         samples,
         compressed=compression is not None,
         bases=plan.companions.bases,

@@ -66,10 +66,13 @@ class FollowUp:
         push_to: str | Place | None = None,
         base_id: str | None = None,
         publishes: bool = False,
+        committed: Callable[[SaveReport], None] | None = None,
     ) -> AfterSave:
         """The follow-up of one save; only the leading rank uploads, pushes and calls hooks."""
 
         def follow(report: SaveReport) -> SaveReport:
+            if committed is not None:
+                committed(report)
             if prune is not None:
                 with nullcontext() if self.uploads is None else self.uploads.sweeping:
                     prune(report.place)

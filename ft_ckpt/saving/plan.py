@@ -1,7 +1,7 @@
 """The plan of a save: request, parts, files, sidecar files, manifest."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -36,7 +36,7 @@ from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.scratch import files_made_by
-from ft_ckpt.storage.store import FREE, Access, is_inside
+from ft_ckpt.storage.store import FREE, Access, Store, is_inside
 from ft_ckpt.training.items import model_sources
 from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER, Captured, Document, state_part
 
@@ -227,6 +227,7 @@ class SaveRequest:
     access: Access = FREE  # upper bound of the permissions, where the checkpoint is made of other files
     merged: MergeChoice | None = None  # the adapters that are merged into the base
     check: LogitsCheck | None = None  # compared with the output of the written folder before the commit
+    collect: Callable[[Store], tuple[list[FileRecord], list[str]]] | None = None  # takes the writers' files into it
 
 
 def request_of(config: SaverConfig, model: nn.Module, target: Place, **given: Any) -> SaveRequest:

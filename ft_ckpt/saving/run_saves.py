@@ -1,14 +1,17 @@
 """The saves of a run: scheduled ones, the last one, and those that the script requests."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ft_ckpt.checkpoint.catalog import load_manifest, manifest_text, parse_manifest
+from ft_ckpt.checkpoint.open_checkpoint import text_identity
 from ft_ckpt.checkpoint.prune import prune_after_save
 from ft_ckpt.checkpoint.run_places import RunPlaces
+from ft_ckpt.checkpoint.session import LastCheckpoint, OpenSession, open_session, parts_of
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.errors import CheckpointError, ConfigError, TargetError
@@ -43,6 +46,9 @@ class RunSaves:
     is_rehearsal: bool
     follow_up: FollowUp
     is_closed: bool = False
+    invited: tuple[Mapping[str, bool], float] | None = None  # the writers, and how long a save waits for them
+    session: OpenSession | None = None  # of these writers, on rank 0
+    last_saved: Place | None = None  # the last checkpoint of this process, on rank 0
 
     def close(self) -> None:
         """Refuse later saves."""
@@ -105,6 +111,8 @@ class RunSaves:
         entry = LoggedSave(now.step, time.time(), reason, metrics)
         now.history = replace(now.history, saves=append_save(history.saves, entry))
         try:
+            if self.session is not None:  # first: the writers prepare their files meanwhile
+                self.session.ask(now.step)
             captured = now.capture_state(self._current_ranks(), library_versions())
             if differing := differing_settings(captured.document):
                 report_differences(describe_differences(differing), f"step {now.step}", self._current_ranks(), config)
@@ -126,6 +134,7 @@ class RunSaves:
                     run_id=now.run_id,
                     protect=self._protected_paths(),
                     extra_files=extra_files or {},
+                    collect=None if self.session is None else partial(self.session.collect, now.step),
                 ),
                 self.plan_follow_up(prunes=True),
             )
@@ -172,7 +181,54 @@ class RunSaves:
             directory = self.places.target if leads else None
             prune = partial(prune_after_save, directory, self.run.config.keep, self.run.run_id, self._protected_paths())
         terms = self._upload_terms()
-        return self.follow_up.plan(leads, prune=prune, terms=terms, push_to=push_to, base_id=base_id, publishes=prunes)
+        return self.follow_up.plan(
+            leads, prune=prune, terms=terms, push_to=push_to, base_id=base_id, publishes=prunes,
+            committed=self._note_committed if leads and prunes else None,
+        )  # fmt: skip
+
+    def invite(self, writers: Mapping[str, bool], allow: Iterable[str], timeout_seconds: float) -> str:
+        """Open a session for these writers (True: optional); its token. Raises what `CheckpointSaver.invite` says."""
+        run, ranks = self.places.directory, self._current_ranks()
+        if run is None or self.places.staging is not None:
+            raise ConfigError(
+                "invite(): writers hand in their files in the directory of the run; give the saver one, without staging"
+            )
+        self.invited = writers, timeout_seconds
+
+        def open_on_leader() -> str:
+            if not ranks.leads:
+                return ""
+            self.end_session()
+            start = self.last_saved or self.run.resumed_from
+            last, parts = None, dict[str, Any]()
+            if start is not None:
+                last, parts = _last_checkpoint(run, start), parts_of(load_manifest(start.folder))
+            self.session = open_session(run.absolute, writers, last, parts, allow, timeout_seconds)
+            return self.session.session.token
+
+        token, error = ranks.attempt(open_on_leader)
+        value = {"writers": sorted(writers), "token": token}
+        return str(ranks.agree("saver.invite()", value, error, same=("writers",)).result["token"])
+
+    def reopen_session(self) -> None:
+        """Begin a new session for the writers, after a resume: they resume, too."""
+        self.last_saved = None
+        if self.invited is not None:
+            self.invite(self.invited[0], self.invited[0], self.invited[1])
+
+    def end_session(self) -> None:
+        """Let the writers end."""
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+    def _note_committed(self, report: SaveReport) -> None:
+        self.last_saved = report.place.absolute
+        if self.session is not None and self.places.directory is not None:
+            try:
+                self.session.note_committed(_last_checkpoint(self.places.directory, self.last_saved))
+            except CheckpointError as error:
+                warn(f"{report.path}: its writers are not told of it: {error}", stacklevel=4)
 
     def upload_leftovers(self) -> None:
         """Upload checkpoints that earlier processes have left in the staging folder."""
@@ -230,3 +286,10 @@ class RunSaves:
 
     def _current_ranks(self) -> Ranks:
         return current_ranks(self.run.config.enter_timeout_seconds)
+
+
+def _last_checkpoint(run: Place, checkpoint: Place) -> LastCheckpoint:
+    text = manifest_text(checkpoint.folder)
+    is_inside = checkpoint.beside.identity == run.folder.identity
+    path = checkpoint.last_step if is_inside else str(checkpoint.absolute)
+    return LastCheckpoint(path, text_identity(text.encode()), parse_manifest(text, str(checkpoint)).step)

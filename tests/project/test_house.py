@@ -67,6 +67,7 @@ def test_public_names_are_pinned_sorted_and_resolve():
         "SaveReport",
         "SaverConfig",
         "SyncReport",
+        "Writer",
         "average",
         "best",
         "check_for",

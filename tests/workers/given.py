@@ -4,7 +4,9 @@ A function for each page, called by the page's name with the number of the scrip
 """
 
 import copy
+import os
 import socket
+import time
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
@@ -136,6 +138,40 @@ def on_publish(script: int) -> dict[str, Any]:
     connect = socket.create_connection
     socket.create_connection = lambda address, *rest, **more: connect(addresses.get(address, address), *rest, **more)
     return names
+
+
+def on_writers(script: int) -> dict[str, Any]:
+    """The processes beside the one that the page shows, and what its third script has made."""
+
+    def provide(index: int | None) -> None:
+        with ft_ckpt.Writer("runs/grpo", "replay" if index is None else "rollout", index=index) as writer:
+            writer.provide(lambda: [1, 2])
+            writer.wait(60)
+
+    def train(seconds: float) -> None:
+        names = prepared(models.llama())
+        with CheckpointSaver(names["accelerator"], "runs/grpo") as saver:
+            saver.invite("replay", rollout=2)
+            time.sleep(seconds)
+
+    if script:
+        start_process(train, 3.0)
+        generator = torch.Generator()
+        Path("rollouts.jsonl").write_text("{}\n")
+        made = {"step": 4, "samples": [1, 2], "generator": generator}
+        return {} if script == 1 else {**made, "writer": ft_ckpt.Writer("runs/grpo", "rollout", index=0)}
+    for index in (0, 1, None):
+        start_process(provide, index)
+    return prepared(models.llama())
+
+
+def start_process(action: Any, *arguments: Any) -> None:
+    """Call `action` in a process of its own, which ends by itself."""
+    if not os.fork():
+        try:
+            action(*arguments)
+        finally:
+            os._exit(0)
 
 
 def on_convert(script: int) -> dict[str, Any]:

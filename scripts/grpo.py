@@ -1,0 +1,278 @@
+"""Train with GRPO: a trainer of two ranks, a rollout process and a replay buffer, which share one checkpoint.
+
+    python scripts/grpo.py --output-dir runs/grpo               # started again after a crash or a kill, it goes on
+
+All on CPU, with a small model with random weights; nothing is downloaded. The reward of a completion is the share of
+its tokens that repeat the prompt's token. Groups whose completions all have the same reward teach nothing: they are
+dropped. The replay buffer owns the `Frontier` of the prompts, so no prompt is lost or trained twice, and holds groups
+that were generated and not yet trained. Each process but the second rank has state of its own; all of it is in the
+checkpoint of a step, or there is none.
+
+OUTPUT_DIR/ledger.jsonl has a line for each step: its loss, bit for bit, and the prompts that were trained and dropped.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ft_ckpt import CheckpointSaver, Frontier, Writer
+from ft_ckpt.training.frontier import Ticket
+
+RANKS = 2
+VOCABULARY, LENGTH, COMPLETIONS = 16, 6, 4
+GENERATED, TRAINED = 3, 2  # groups a step
+
+
+class Group(NamedTuple):
+    """The completions of one prompt."""
+
+    ticket: Ticket
+    version: int  # the step of the weights that generated them
+    tokens: Tensor  # (COMPLETIONS, 1 + LENGTH), the prompt's token first
+    rewards: Tensor  # (COMPLETIONS,)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run all processes until the training ends, or one of them does; returns the exit code."""
+    args = parse_arguments(words)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    # Forked, so that the libraries are loaded once. With accelerators use "spawn", or start the processes yourself.
+    context = multiprocessing.get_context("fork")
+    pipes = {name: context.Pipe() for name in ("rollout", "replay")}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
+    theirs = {name: theirs for name, (_, theirs) in pipes.items()}
+    ours = {name: ours for name, (ours, _) in pipes.items()}
+    work: dict[str, Callable[[], None]] = {f"rank {rank}": partial(train, rank, ours, args) for rank in range(RANKS)}
+    work["rollout"] = partial(serve_rollouts, theirs["rollout"], args)
+    work["replay"] = partial(serve_replay, theirs["replay"], args)
+    processes = {name: context.Process(target=run_process, args=(action,), name=name) for name, action in work.items()}
+    for process in processes.values():
+        process.start()
+    try:
+        return wait_for(processes)
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.join()
+
+
+def wait_for(processes: dict[str, Any]) -> int:
+    """Wait for all; the first that fails is the run's exit code: the others cannot go on without it."""
+    while any(process.is_alive() for process in processes.values()):
+        if failed := [name for name, process in processes.items() if process.exitcode not in (None, 0)]:
+            print(f"{failed[0]} ended with {processes[failed[0]].exitcode}; start again to go on", file=sys.stderr)
+            return 1
+        time.sleep(0.02)
+    return max(int(process.exitcode or 0) != 0 for process in processes.values())
+
+
+def run_process(action: Callable[[], None]) -> None:
+    """One process, which ends with the parent. A Ctrl-C reaches all of them, and the parent ends them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    parent = os.getppid()
+
+    def follow_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.1)
+        os._exit(1)
+
+    threading.Thread(target=follow_parent, daemon=True).start()
+    action()
+
+
+# The trainer
+
+
+def train(rank: int, others: dict[str, Connection], args: argparse.Namespace) -> None:
+    """One rank of the trainer. Rank 0 talks to the other processes, and gives each rank its groups."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    accelerator = Accelerator(cpu=True)
+    model = make_model(args.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with CheckpointSaver(accelerator, args.output_dir, every=args.every, keep=2, background=args.background) as saver:
+        saver.resume()
+        session = saver.invite("replay", "rollout", timeout_seconds=60)
+        if rank == 0:
+            for pipe in others.values():
+                pipe.send(("join", session))
+        while saver.progress.step < args.steps:
+            step, groups, dropped = saver.progress.step + 1, list[Group](), list[Ticket]()
+            if rank == 0:
+                groups, dropped = next_groups(others, model, step)
+            groups = share(groups)
+            loss = grpo_loss(model, groups[rank::RANKS])
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = accelerator.reduce(loss.detach(), "mean").item()
+            if rank == 0:
+                ask(others["replay"], "trained", [group.ticket for group in groups])
+                note(args.output_dir / "ledger.jsonl", step, mean, groups, dropped)
+                if step % args.every == 0 or step == args.steps:  # before the trainer saves: their state of this step
+                    for pipe in others.values():
+                        ask(pipe, "hand in", step)
+            saver.step({"loss": mean})
+        saver.wait()
+        if rank == 0:
+            print(f"{saver.progress.step} steps: {ask(others['replay'], 'counts', None)}")
+            for pipe in others.values():
+                pipe.send(("end", None))
+
+
+def next_groups(others: dict[str, Connection], model: Any, step: int) -> tuple[list[Group], list[Ticket]]:
+    """The groups to train in `step`, and the prompts that were dropped on the way."""
+    dropped: list[Ticket] = []
+    weights = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    while True:
+        tickets = ask(others["replay"], "take", GENERATED)
+        made = ask(others["rollout"], "generate", (step - 1, weights, tickets)) if tickets else []
+        dropped += ask(others["replay"], "add", made)
+        groups = ask(others["replay"], "batch", TRAINED)
+        if len(groups) == TRAINED:
+            return groups, dropped
+        if not tickets:
+            raise SystemExit(f"step {step}: all prompts are used up; give more --prompts or --epochs")
+
+
+def share(groups: list[Group]) -> list[Group]:
+    """The groups of rank 0, on every rank."""
+    shared = [groups]
+    torch.distributed.broadcast_object_list(shared)
+    return shared[0]
+
+
+def grpo_loss(model: Any, groups: list[Group]) -> Tensor:
+    """Advantages within each group times the log probabilities of its tokens."""
+    losses = []
+    for group in groups:
+        advantages = (group.rewards - group.rewards.mean()) / (group.rewards.std() + 1e-4)
+        logits = model(input_ids=group.tokens[:, :-1]).logits.log_softmax(-1)
+        chosen = logits.gather(-1, group.tokens[:, 1:, None])[..., 0]
+        losses.append(-(advantages[:, None] * chosen).mean())
+    zero = sum(parameter.sum() for parameter in model.parameters()) * 0.0  # ranks without a group take part, too
+    return sum(losses, zero) / max(len(losses), 1)
+
+
+def note(ledger: Path, step: int, loss: float, groups: list[Group], dropped: list[Ticket]) -> None:
+    line = {"step": step, "loss": loss.hex(), "trained": [(group.ticket.key, group.version) for group in groups]}
+    with ledger.open("a") as file:
+        file.write(json.dumps(line | {"dropped": [ticket.key for ticket in dropped]}) + "\n")
+
+
+# The rollout process
+
+
+def serve_rollouts(pipe: Connection, args: argparse.Namespace) -> None:
+    """Generate completions; the state of this process is that of its generator."""
+    model, generator = make_model(args.seed), torch.Generator().manual_seed(args.seed)
+    with Writer(args.output_dir, "rollout", session=pipe.recv()[1]) as writer:
+        if part := writer.resume():
+            generator.set_state(part.state["generator"])
+        while (asked := pipe.recv())[0] != "end":
+            if asked[0] == "generate":
+                version, weights, tickets = asked[1]
+                model.load_state_dict(weights)
+                pipe.send([generate(model, generator, ticket, version) for ticket in tickets])
+            else:
+                writer.put(asked[1], {"generator": generator.get_state()})
+                pipe.send(None)
+
+
+@torch.no_grad()
+def generate(model: Any, generator: torch.Generator, ticket: Ticket, version: int) -> Group:
+    tokens = torch.full((COMPLETIONS, 1), ticket.id % VOCABULARY)
+    for _ in range(LENGTH):
+        chances = model(input_ids=tokens).logits[:, -1].softmax(-1)
+        tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], 1)
+    return Group(ticket, version, tokens, (tokens[:, 1:] == tokens[:, :1]).float().mean(1))
+
+
+# The replay buffer
+
+
+def serve_replay(pipe: Connection, args: argparse.Namespace) -> None:
+    """Hold the position in the prompts, and the groups that were generated and not yet trained."""
+    frontier, groups = Frontier(args.prompts, epochs=args.epochs, shuffle=True, seed=args.seed), list[Group]()
+    with Writer(args.output_dir, "replay", session=pipe.recv()[1]) as writer:
+        if part := writer.resume():
+            frontier.load_state_dict(part.state["frontier"])
+            stored = [Group(Ticket(*ticket), *values) for ticket, *values in part.state["groups"]]
+            tickets = frontier.renew(*(group.ticket for group in stored))
+            groups = [group._replace(ticket=ticket) for group, ticket in zip(stored, tickets, strict=True)]
+        while (asked := pipe.recv())[0] != "end":
+            action, given = asked
+            answer: Any = None
+            if action == "take":
+                answer = frontier.take(given)
+            elif action == "add":
+                flat = [group for group in given if group.rewards.min() == group.rewards.max()]
+                frontier.dropped(*(group.ticket for group in flat))
+                groups += [group for group in given if group not in flat]
+                answer = [group.ticket for group in flat]
+            elif action == "batch":
+                answer = groups[:given]
+            elif action == "trained":
+                frontier.trained(*given)
+                groups = [group for group in groups if group.ticket not in given]
+            elif action == "counts":
+                answer = frontier.counts
+            else:
+                rows = [[list(group.ticket), group.version, group.tokens, group.rewards] for group in groups]
+                writer.put(given, {"frontier": frontier.state_dict(), "groups": rows})
+            pipe.send(answer)
+
+
+def ask(pipe: Connection, action: str, given: Any) -> Any:
+    """The answer of the process at the other end."""
+    pipe.send((action, given))
+    return pipe.recv()
+
+
+def make_model(seed: int) -> Any:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, attn_implementation="eager",
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def parse_arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
+    parser.add_argument("--every", type=int, default=4, help="steps between checkpoints")
+    parser.add_argument("--prompts", type=int, default=24, help="number of prompts")
+    parser.add_argument("--epochs", type=int, default=4, help="of the prompts")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--background", action=argparse.BooleanOptionalAction, default=True, help="save meanwhile")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

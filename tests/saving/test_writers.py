@@ -1,0 +1,363 @@
+"""One checkpoint, many writers: processes beside the trainer hand in their parts, and get them back."""
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from s3_server import S3
+
+import ft_ckpt
+from ft_ckpt import CheckpointSaver, Writer
+from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.delete import delete_checkpoint, delete_state
+from ft_ckpt.checkpoint.session import ROOM
+from ft_ckpt.errors import ConfigError, TargetError, WriterError
+
+FORK = multiprocessing.get_context("fork")
+
+
+def trainer(folder: Any, **settings: Any) -> CheckpointSaver:
+    model = models.build("partly_frozen")
+    saver = CheckpointSaver(None, folder, **settings)
+    saver.register(model=model, optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    return saver
+
+
+def stepped(saver: CheckpointSaver, step: int) -> Any:
+    saver.step({"loss": 1.0}, step=step)
+    return saver.save_state()
+
+
+@contextmanager
+def process(work: Callable[..., None], *arguments: Any) -> Iterator[Any]:
+    """`work` in a process of its own, which must end well within the block unless the block kills it."""
+
+    def run() -> None:
+        try:
+            work(*arguments)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+    child = FORK.Process(target=run)
+    child.start()
+    try:
+        yield child
+        child.join(30)
+        assert child.exitcode in (0, -signal.SIGKILL), child.exitcode
+    finally:
+        child.kill()
+        child.join()
+
+
+def provide_until_over(folder: Any, name: str, state: Any, **how: Any) -> None:
+    with Writer(folder, name, timeout_seconds=30, **how) as writer:
+        writer.provide(lambda: state)
+        assert writer.wait(30), "the trainer's close ends the session"
+
+
+def test_parts_of_one_checkpoint_and_back(tmp_path: Path) -> None:
+    state = {"cursor": 17, "weights": torch.arange(4.0), "name": "ünï"}
+    with process(provide_until_over, tmp_path, "replay", state), trainer(tmp_path) as saver:
+        assert saver.resume().step == 0
+        saver.invite("replay", "rollout")
+        with Writer(tmp_path, "rollout") as writer:
+            assert writer.resume() is None
+            writer.put(5, {"seed": 1}, files={"log/a.txt": b"sampled", "b.bin": __file__})
+            report = stepped(saver, 5)
+            assert report.path == tmp_path / "checkpoint-5"
+            part = writer.resume(tmp_path / "back")
+            assert (part.step, part.state, part.path) == (5, {"seed": 1}, report.path)
+            assert {path.name for path in part.files["rollout"]} == {"a.txt", "b.bin"}
+            assert (tmp_path / "back/rollout/b.bin").read_bytes() == Path(__file__).read_bytes()
+    assert ft_ckpt.verify(report.path).ok
+    files = {file.path for file in read_manifest(report.path).files if "writers" in file.path}
+    parts = ["replay/state.safetensors", "rollout/b.bin", "rollout/log/a.txt", "rollout/state.safetensors"]
+    assert files == {f"state/writers/{path}" for path in parts}
+    assert not list((tmp_path / ROOM).rglob("*.*")), "nothing is left of the session"
+    # A run that goes on gets what was handed in.
+    with trainer(tmp_path) as saver:
+        assert saver.resume("must").step == 5
+        saver.invite("replay", "rollout")
+        part = Writer(tmp_path, "replay").resume()
+        assert part is not None
+        assert torch.equal(part.state.pop("weights"), state.pop("weights"))
+        assert part.state == state
+
+
+def test_a_copy_keeps_the_parts_and_a_push_leaves_them_out(tmp_path: Path, s3: S3) -> None:
+    with trainer(tmp_path / "run") as saver:
+        saver.invite("replay")
+        Writer(tmp_path / "run", "replay").put(1, [1, 2])
+        stepped(saver, 1)
+    path = tmp_path / "run/checkpoint-1"
+    ft_ckpt.copy(path, tmp_path / "copy")
+    assert ft_ckpt.load(tmp_path / "copy/state/writers/replay/state.safetensors") == [1, 2]
+    ft_ckpt.push(path, "s3://bucket/pushed")
+    assert not [name for name in s3.names() if "state/" in name]
+    assert ft_ckpt.verify("s3://bucket/pushed").ok
+    delete_state(path)
+    assert not (path / "state").exists()
+    assert ft_ckpt.verify(path).ok
+
+
+def test_in_the_background_only_the_commit_waits(tmp_path: Path) -> None:
+    with trainer(tmp_path, background=True) as saver:
+        saver.invite("slow")
+        writer = Writer(tmp_path, "slow")
+        pending = stepped(saver, 1)
+        time.sleep(0.3)
+        assert not pending.done
+        assert writer.asked == 1
+        writer.put(1, "late")
+        assert pending.result(20).path == tmp_path / "checkpoint-1"
+        assert writer.asked is None
+
+
+def test_who_is_missing_is_named_and_nothing_is_committed(tmp_path: Path) -> None:
+    with trainer(tmp_path) as saver:
+        saver.invite("replay", rollout=2, optional=["rollout"], timeout_seconds=0.5)
+        Writer(tmp_path, "rollout", index=1).put(1, "one")
+        with pytest.raises(WriterError, match=r"step 1: writer replay: has not joined within 0\.5 s"):
+            stepped(saver, 1)
+        assert not (tmp_path / "checkpoint-1").exists()
+        replay = Writer(tmp_path, "replay")
+        with pytest.raises(WriterError, match=r"writer replay: process \d+ on .* handed in nothing within 0\.5 s"):
+            stepped(saver, 2)
+        replay.put(3, "three")
+        report = stepped(saver, 3)
+        assert (
+            [note for note in report.notes if "writer" in note]
+            == [note for note in report.notes if note.startswith("writer rollout-") and "left out" in note]
+            != []
+        )
+
+
+def die(folder: Path, seconds: float) -> None:
+    Writer(folder, "replay", timeout_seconds=30)
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_writer_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    with trainer(tmp_path) as saver:
+        saver.invite("replay", timeout_seconds=60)
+        with process(die, tmp_path, 0.3):
+            begun = time.monotonic()
+            with pytest.raises(WriterError, match=r"writer replay: (its process \d+ on .* has ended|has not joined)"):
+                stepped(saver, 1)
+            assert time.monotonic() - begun < 30
+        with Writer(tmp_path, "replay") as again:  # takes the place of the one that was killed
+            again.put(2, "two")
+            assert stepped(saver, 2).step == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*handed in nothing")
+def test_an_error_of_the_state_function_is_the_trainers(tmp_path: Path) -> None:
+    with trainer(tmp_path) as saver:
+        saver.invite("replay", timeout_seconds=60)
+        writer = Writer(tmp_path, "replay")
+        for step, state, error in ((1, lambda: 1 / 0, "ZeroDivisionError"), (2, object, "SelectionError")):
+            writer.provide(state)
+            with pytest.raises(WriterError, match=f"writer replay: its state function raised {error}"):
+                stepped(saver, step)
+
+
+def test_who_does_not_belong_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WriterError, match=r"no trainer has invited writers within 0\.2 s"):
+        Writer(tmp_path, "replay", timeout_seconds=0.2)
+    with trainer(tmp_path) as saver:
+        token = saver.invite("replay", rollout=2)
+        with pytest.raises(WriterError, match="writer other is not invited, replay, rollout-0, rollout-1 are"):
+            Writer(tmp_path, "other")
+        with pytest.raises(WriterError, match="no trainer has invited"):
+            Writer(tmp_path, "replay", session="another", timeout_seconds=0.2)
+        writer = Writer(tmp_path, "replay", session=token)
+        with pytest.raises(WriterError, match=r"writer replay is process \d+"):
+            Writer(tmp_path, "replay")
+        for rollout in (Writer(tmp_path, "rollout", index=index) for index in range(2)):
+            rollout.put(1, rollout.name)
+        writer.put(1, "one")
+        with pytest.raises(WriterError, match="step 1: handed in before"):
+            writer.put(1, "again")
+        stepped(saver, 1)
+        with pytest.raises(WriterError, match="step 0: committed before"):
+            writer.put(0, "older")
+        with pytest.raises(WriterError, match="no path for a file"):
+            writer.put(2, files={"../x": b""})
+        with pytest.raises(WriterError, match="neither a state nor files"):
+            writer.put(2)
+        with pytest.raises(ConfigError, match="letters"):
+            Writer(tmp_path, "a/b")
+        with pytest.raises(ConfigError, match="a function"):
+            writer.provide()
+    assert writer.wait(10)
+    with pytest.raises(WriterError, match=r"the session is over \(the trainer has ended\)"):
+        writer.put(2, "late")
+
+
+def hold_open(folder: Path, ready: Any, over: Any) -> None:
+    with trainer(folder) as saver:
+        saver.invite("replay")
+        ready.set()
+        assert over.wait(30)
+
+
+def test_one_trainer_at_a_time(tmp_path: Path) -> None:
+    ready, over = FORK.Event(), FORK.Event()
+    with trainer(tmp_path) as saver:
+        with process(hold_open, tmp_path, ready, over) as child:
+            assert ready.wait(30)
+            with pytest.raises(TargetError, match=rf"process {child.pid} on .* trains this run"):
+                saver.invite("replay")
+            over.set()
+        saver.invite("replay")
+    ready.clear()
+    over.clear()
+    with process(hold_open, tmp_path, ready, over) as child:
+        assert ready.wait(30)
+        writer = Writer(tmp_path, "replay", timeout_seconds=30)
+        child.kill()
+        child.join()
+        assert writer.wait(10), "the session of a killed trainer is over"
+    with trainer(tmp_path) as saver:
+        saver.invite("replay")
+        Writer(tmp_path, "replay").put(1, "new")
+        assert stepped(saver, 1).step == 1
+
+
+def test_a_resume_begins_a_new_session(tmp_path: Path) -> None:
+    with trainer(tmp_path) as saver:
+        saver.invite("replay")
+        old = Writer(tmp_path, "replay")
+        for step in (1, 2):
+            old.put(step, step)
+            stepped(saver, step)
+        saver.resume("checkpoint-1")
+        with pytest.raises(WriterError, match=r"the trainer has begun anew"):
+            old.put(3, "of the future that is gone")
+        new = Writer(tmp_path, "replay")
+        part = new.resume()
+        assert part is not None
+        assert (part.step, part.state) == (1, 1)
+
+
+def test_another_number_of_workers(tmp_path: Path) -> None:
+    with trainer(tmp_path) as saver:
+        saver.invite(rollout=4)
+        for index in range(4):
+            Writer(tmp_path, "rollout", index=index).put(1, {"of": index})
+        stepped(saver, 1)
+    for count, expected in ((2, [[0, 2], [1, 3]]), (4, [[0], [1], [2], [3]]), (5, [[0], [1], [2], [3], []])):
+        with trainer(tmp_path) as saver:
+            saver.resume("must")
+            saver.invite(rollout=count)
+            parts = [Writer(tmp_path, "rollout", index=index).resume() for index in range(count)]
+            assert [sorted(state["of"] for state in part.states.values()) for part in parts if part] == expected
+
+    def all_to_the_first(parts: Any, writers: Any) -> dict[str, Any]:
+        return {writers[0]: parts}
+
+    with trainer(tmp_path) as saver:
+        saver.resume("must")
+        saver.invite(rollout=2)
+        first, second = (Writer(tmp_path, "rollout", index=index).resume(rule=all_to_the_first) for index in range(2))
+        assert first is not None
+        assert second is not None
+        assert len(first.states) == 4
+        with pytest.raises(WriterError, match="4 states"):
+            _ = first.state
+        with pytest.raises(WriterError, match="0 states"):
+            _ = second.state
+
+
+def test_parts_that_nobody_takes_are_refused_or_allowed_by_name(tmp_path: Path) -> None:
+    with trainer(tmp_path) as saver:
+        saver.invite("replay")
+        Writer(tmp_path, "replay").put(1, 1)
+        stepped(saver, 1)
+    with trainer(tmp_path) as saver:
+        saver.resume("must")
+        with pytest.raises(WriterError, match="no part of writer queue, the part of replay, which is not invited"):
+            saver.invite("queue")
+        saver.invite("queue", allow=["queue", "replay"])
+        part = Writer(tmp_path, "queue").resume()
+        assert part is not None
+        assert part.states == {}
+
+
+def test_unchanged_files_are_stored_once(tmp_path: Path) -> None:
+    large = os.urandom(1 << 20)
+    (tmp_path / "old.bin").write_bytes(large)
+    with trainer(tmp_path / "run") as saver:
+        saver.invite("replay")
+        writer = Writer(tmp_path / "run", "replay")
+        for step in (1, 2, 3):
+            writer.put(step, {"at": 1}, files={"old.bin": tmp_path / "old.bin", "new.bin": b"%d" % step})
+            stepped(saver, step)
+    inner = "state/writers/replay"
+    files = [
+        [tmp_path / f"run/checkpoint-{step}/{inner}" / name for step in (1, 2, 3)] for name in ("old.bin", "new.bin")
+    ]
+    assert [path.stat().st_nlink for path in files[0]] == [3, 3, 3]
+    assert [path.read_bytes() for path in files[1]] == [b"1", b"2", b"3"]
+    linked = {file.path: file.linked for file in read_manifest(tmp_path / "run/checkpoint-3").files}
+    assert (linked[f"{inner}/old.bin"], linked[f"{inner}/new.bin"]) == (True, False)
+    for step in (1, 2):  # each checkpoint is whole without the others
+        delete_checkpoint(tmp_path / f"run/checkpoint-{step}")
+    assert ft_ckpt.verify(tmp_path / "run/checkpoint-3").ok
+
+
+def test_what_was_handed_in_is_compared(tmp_path: Path) -> None:
+    with trainer(tmp_path) as saver:
+        saver.invite("replay")
+        writer = Writer(tmp_path, "replay")
+        writer.put(1, files={"a.bin": b"right"})
+        (file,) = (tmp_path / ROOM).rglob("a.bin")
+        file.write_bytes(b"wrong")
+        with pytest.raises(WriterError, match=r"a\.bin: not the bytes that were handed in"):
+            stepped(saver, 1)
+        writer.put(2, files={"a.bin": b"right"})
+        next((tmp_path / ROOM).rglob("2/*/handed.json")).write_text('{"files": [["../../x", 1, "d"]]}')
+        with pytest.raises(WriterError, match=r"no path of a file|another version"):
+            stepped(saver, 2)
+
+
+def test_in_a_bucket(s3: S3) -> None:
+    run = ft_ckpt.open_place("s3://bucket/run")
+    with trainer(run) as saver:
+        saver.invite("replay", "rollout", timeout_seconds=60)
+        replay, rollout = Writer(run, "replay"), Writer(run, "rollout")
+        rollout.provide(lambda: {"seed": 3})
+        for step in (1, 2):
+            replay.put(step, step, files={"same": b"x" * 2000})
+            stepped(saver, step)
+    assert ft_ckpt.verify(ft_ckpt.Place(run.folder, "checkpoint-2")).ok
+    with trainer(run) as saver:
+        assert saver.resume("must").step == 2
+        saver.invite("replay", "rollout")
+        part = Writer(run, "rollout").resume()
+        assert part is not None
+        assert (part.step, part.state) == (2, {"seed": 3})
+    assert not [each.name for each in run.folder.list() if ROOM in each.name]
+
+
+def test_where_writers_cannot_be_invited(tmp_path: Path) -> None:
+    with trainer(None) as saver, pytest.raises(ConfigError, match="directory of the run"):
+        saver.invite("replay")
+    with trainer(tmp_path) as saver:
+        for wrong in ((), ("a/b",), ("a", "a"), (".hidden",)):
+            with pytest.raises(ConfigError, match="expected names"):
+                saver.invite(*wrong)
+        with pytest.raises(ConfigError, match=r"optional=\['b'\]: not invited"):
+            saver.invite("a", optional=["b"])
