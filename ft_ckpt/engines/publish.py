@@ -48,7 +48,7 @@ _NEAR = 0.1  # of log probabilities computed in bfloat16, and their reference in
 
 @dataclass(frozen=True)
 class ServerReport:
-    """One server after a publish."""
+    """One server after a publish; or the entry of a chain, whose kind is its `engine`, and its base its `before`."""
 
     url: str
     engine: str
@@ -72,11 +72,12 @@ class PublishReport:
     path: Path | str
     """The checkpoint."""
     kind: str
-    """"adapter" or "weights"."""
+    """"adapter" or "weights"; in a chain "anchor" or "delta"."""
     name: str
-    """The model to ask for: the adapter's name with its version (on SGLang "BASE:NAME"), or the name of the base."""
+    """The model to ask for: the adapter's name with its version (on SGLang "BASE:NAME"), or the name of the base; of a
+    chain its name."""
     version: str
-    """The version: of an adapter the part after "@"; of weights the one that servers report."""
+    """The version: of an adapter the part after "@"; of weights the one that servers report; in a chain the entry."""
     servers: tuple[ServerReport, ...]
     """The servers, in the order of their URLs."""
     seconds: float

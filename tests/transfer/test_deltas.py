@@ -348,7 +348,6 @@ def hostile(change: Callable[[Tensors], Any]) -> Callable[[Path], None]:
 
 
 NAME = "a.weight.indices"
-ENDS = ("indices", "values")
 HOSTILE: dict[str, Callable[[Tensors], Any]] = {
     "outside": lambda found: found[NAME].add_(1 << 30),
     "negative": lambda found: found[NAME].sub_(1 << 30),
