@@ -1,0 +1,48 @@
+"""The package as its users install it: extras, versions, distributions; each table of a page equals its source."""
+
+import re
+
+import tomllib
+from places import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+NAME = re.compile(r"[\w.-]+")
+
+
+def test_every_extra_is_on_the_page_with_its_packages():
+    table = {cells[0]: cells[1] for cells in rows("docs/install.md", "extra")}
+    expected = {extra: [name for each in needed for name in named(each)] for extra, needed in EXTRAS.items()}
+    assert {extra: re.findall(r"`([^`]+)`", packages) for extra, packages in table.items()} == expected
+
+
+def test_extras_that_are_named_exist():
+    """In an error or on a page, `ft_ckpt[plot]` or `".[plot]"`: pip only warns of an extra that it does not know."""
+    files = [*(ROOT / "ft_ckpt").rglob("*.py"), ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    installed = re.compile(r"(?:ft_ckpt|['\"]\.)\[([\w,]+)\]['\"`)]")
+    found = {
+        (file.name, extra) for file in files for names in installed.findall(text(file)) for extra in names.split(",")
+    }
+    assert {("place.py", "remote"), ("install.md", "plot")} <= found
+    assert [(file, extra) for file, extra in sorted(found) if extra not in EXTRAS] == []
+
+
+def rows(page, first):
+    """The rows of the table of a page whose first heading is `first`, each as its cells; code marks of the first go."""
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith(f"| {first} |")) + 2
+    for line in lines[begin:]:
+        if not line.startswith("|"):
+            return
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        yield [cells[0].strip("`"), *cells[1:]]
+
+
+def named(requirement):
+    """The packages of a requirement; those of an extra of ours are the extra's names."""
+    ours = re.fullmatch(r"ft_ckpt\[([\w,]+)\]", requirement)
+    return ours[1].split(",") if ours else [NAME.match(requirement)[0]]
+
+
+def text(path):
+    return path.read_text(encoding="utf-8")
