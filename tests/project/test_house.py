@@ -202,7 +202,9 @@ def test_scripts_can_be_run_or_say_what_they_are():
     assert [str(path) for path in files if not (is_program(path) or is_documented(path))] == []
 
 
-@pytest.mark.parametrize("script", ["scripts/environment", "scripts/test", "scripts/demo", ".ci/run"])
+@pytest.mark.parametrize(
+    "script", ["scripts/environment", "scripts/test", "scripts/demo", "scripts/release", ".ci/run"]
+)
 def test_shell_scripts_parse(script):
     assert os.access(ROOT / script, os.X_OK)
     assert run("bash", "-n", script) == ""

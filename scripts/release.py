@@ -1,0 +1,246 @@
+"""Builds the wheel and the source distribution of the commit that is checked out, and tries them. Uploads nothing.
+
+    scripts/release                   # writes dist/: wheel, source distribution, SHA256SUMS
+    scripts/release --out FOLDER
+
+Changes that are not committed are not in them. Two builds must be equal byte for byte, and so must the wheel that is
+built from the source distribution. The wheel is installed into an environment of its own, without the checkout, where
+its commands answer and the README's twenty lines train; the libraries are those of the environment that runs this.
+"""
+
+import argparse
+import gzip
+import hashlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+from packaging.metadata import Metadata
+
+ROOT = Path(__file__).resolve().parents[1]
+SUMS = "SHA256SUMS"
+BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_{}(sys.argv[1]))"
+# What the README's twenty lines take for granted: a model and what trains it, as small as they can be.
+GIVEN = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+model = LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+samples = [{"input_ids": ids, "labels": ids} for ids in torch.randint(16, (6, 4))]
+loader = torch.utils.data.DataLoader(samples, batch_size=2)
+tokenizer = None
+"""
+
+
+def main() -> None:
+    out = parse_arguments().out.absolute()
+    os.umask(0o022)  # modes of files are in both archives
+    commit, seconds = git("show", "--no-patch", "--format=%H %ct", "HEAD").split()
+    os.environ["SOURCE_DATE_EPOCH"] = seconds
+    with tempfile.TemporaryDirectory(prefix="release-") as name:
+        folder = Path(name)
+        first, second = (build_both(checkout(folder / each), folder / f"{each} built") for each in ("one", "two"))
+        step("two builds are equal", *map(compare, first, second))
+        wheel, sdist = first
+        again = build("wheel", unpack(sdist, folder / "from sdist"), folder / "again")
+        step("the wheel from the source distribution is equal", compare(wheel, again))
+        version = check_metadata(wheel, sdist)
+        check_content(wheel, folder / "one")
+        try_wheel(wheel, version, (folder / "one" / "README.md").read_text(encoding="utf-8"), folder / "trial")
+        out.mkdir(parents=True, exist_ok=True)
+        files = [Path(shutil.copy(path, out)) for path in (wheel, sdist)]
+    sums = "".join(f"{sha256(path)}  {path.name}\n" for path in files)
+    (out / SUMS).write_text(sums, encoding="ascii")
+    print(sums + next_steps(version, commit, out, files))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/release", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the files (default: dist)")
+    return parser.parse_args()
+
+
+# Building
+
+
+def checkout(folder: Path) -> Path:
+    """The files of the commit."""
+    folder.mkdir()
+    archive = subprocess.run(
+        ["git", "-c", "safe.directory=*", "-c", "tar.umask=0022", "archive", "HEAD"],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.PIPE,
+    )
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(folder, filter="data")
+    return folder
+
+
+def build_both(source: Path, out: Path) -> tuple[Path, Path]:
+    """Wheel and source distribution; the latter first, before the wheel's build leaves files in the source."""
+    sdist = build("sdist", source, out)
+    make_equal(sdist)
+    return build("wheel", source, out), sdist
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    out.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD.format(kind), out],
+        cwd=source,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{kind}: the build failed\n{done.stderr}")
+    return out / done.stdout.splitlines()[-1]
+
+
+def make_equal(sdist: Path) -> None:
+    """Write the archive again in one order, with the commit's time and no owner, where setuptools has the build's."""
+    time = int(os.environ["SOURCE_DATE_EPOCH"])
+    with tarfile.open(sdist) as archive:
+        members = [(member, archive.extractfile(member)) for member in archive.getmembers()]
+        written = io.BytesIO()
+        with (
+            gzip.GzipFile(filename="", mode="wb", fileobj=written, mtime=time) as packed,
+            tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as equal,
+        ):
+            for member, content in sorted(members, key=lambda pair: pair[0].name):
+                member.mtime, member.uid, member.gid, member.uname, member.gname = time, 0, 0, "", ""
+                member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+                member.pax_headers = {}
+                equal.addfile(member, content)
+    sdist.write_bytes(written.getvalue())
+
+
+def unpack(sdist: Path, folder: Path) -> Path:
+    """The one folder in the archive."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    return source
+
+
+# Checks
+
+
+def compare(first: Path, second: Path) -> str:
+    if first.name != second.name or first.read_bytes() != second.read_bytes():
+        raise SystemExit(f"{first.name} ({sha256(first)}): another build gave {second.name} ({sha256(second)})")
+    return first.name
+
+
+def check_metadata(wheel: Path, sdist: Path) -> str:
+    """The version, which both state with the same valid fields; by twine too, if it is installed."""
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = [name for name in files.namelist() if name.endswith(".dist-info/METADATA")]
+        stated = files.read(name)
+    with tarfile.open(sdist) as archive:
+        content = archive.extractfile(f"{sdist.name.removesuffix('.tar.gz')}/PKG-INFO")
+        assert content is not None
+        if content.read() != stated:
+            raise SystemExit(f"{sdist.name}: its PKG-INFO differs from the wheel's METADATA")
+    metadata = Metadata.from_email(stated, validate=True)  # raises an error for each field that no index accepts
+    for field in ("summary", "description", "author", "keywords", "classifiers", "license_expression"):
+        if not getattr(metadata, field):
+            raise SystemExit(f"{wheel.name}: no {field} in its metadata")
+    step("metadata", f"ft_ckpt {metadata.version}, {len(metadata.classifiers or ())} classifiers")
+    if shutil.which("twine"):
+        subprocess.run(["twine", "check", "--strict", wheel, sdist], check=True)
+    return str(metadata.version)
+
+
+def check_content(wheel: Path, source: Path) -> None:
+    """The wheel has all modules, the mark of its types, and nothing else."""
+    with zipfile.ZipFile(wheel) as files:
+        found = {name for name in files.namelist() if ".dist-info/" not in name}
+    modules = {path.relative_to(source).as_posix() for path in (source / "ft_ckpt").rglob("*.py")}
+    if found != modules | {"ft_ckpt/py.typed"}:
+        raise SystemExit(f"{wheel.name}: other files than in the checkout: {sorted(found ^ modules)}")
+    step("content", f"{len(modules)} modules, py.typed")
+
+
+def try_wheel(wheel: Path, version: str, readme: str, folder: Path) -> None:
+    """Install it beside the libraries that are here, and run its commands and the README's twenty lines."""
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    install = ["--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), "install", *install], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    # A path in a .pth file adds the libraries, and not what their own .pth files add, such as an editable ft_ckpt.
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    (lines,) = [code for code in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "epochs=3)" in code]
+    program = folder / "twenty.py"
+    program.write_text(f"{GIVEN}\n{lines}", encoding="utf-8")
+    run = (folder / "bin" / "ft-ckpt",)
+
+    def answer(*command: str | Path) -> str:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+        environment.pop("PYTHONPATH", None)
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(
+                f"{' '.join(map(str, command))}: exit status {done.returncode}\n{done.stdout}{done.stderr}"
+            )
+        return done.stdout
+
+    place = Path(answer(python, "-c", "import ft_ckpt; print(ft_ckpt.__file__)").strip())
+    if not place.is_relative_to(site):
+        raise SystemExit(f"ft_ckpt was imported from {place}, not from the installed wheel")
+    if version not in answer(*run, "--version") or "usage: ft-ckpt" not in answer(python, "-m", "ft_ckpt", "--help"):
+        raise SystemExit(f"{wheel.name}: ft-ckpt --version does not answer {version}, or python -m ft_ckpt has no help")
+    answer(python, program)
+    answer(*run, "verify", folder / "runs" / "sft")
+    step("installed alone", "ft-ckpt --version, python -m ft_ckpt --help, the README's twenty lines, ft-ckpt verify")
+
+
+# After it
+
+
+def next_steps(version: str, commit: str, out: Path, files: list[Path]) -> str:
+    if "dev" in version:
+        return (
+            f"{version} is in development: upload nothing. A release has its version in ft_ckpt/_version.py, its date "
+            "in CHANGELOG.md, and its checkpoints in tests/golden/checkpoints."
+        )
+    names = " ".join(str(path) for path in files)
+    return (
+        f"git tag -a v{version} {commit}, and push the tag\n"
+        f"to the Python Package Index: twine upload {names}\n"
+        f"to the page of the release: both files, {out / SUMS} and the section {version} of CHANGELOG.md\n"
+        "to the site of the documentation: the folder site, made by mkdocs build --strict"
+    )
+
+
+def git(*arguments: str) -> str:
+    command = ["git", "-c", "safe.directory=*", *arguments]
+    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def step(name: str, *found: str) -> None:
+    print(f"{name}: {', '.join(found)}", flush=True)
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+if __name__ == "__main__":
+    main()
