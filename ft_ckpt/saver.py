@@ -190,6 +190,8 @@ class CheckpointSaver:
         report: PublishReport | None
         report, error = ranks.attempt(lambda: publish_with(place, *goal) if ranks.leads else None)
         ranks.agree("saver.publish()", error=error)
+        if report is not None:
+            self._run.published = report.version
         return report
 
     def register(self, **objects: Any) -> None:

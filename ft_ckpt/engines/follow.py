@@ -78,6 +78,7 @@ class Publisher:
 
     def __init__(self, urls: Sequence[str], options: PublishOptions) -> None:
         self.urls, self.options = tuple(urls), options
+        self.version: str | None = None  # the last one that was published
         self._queue, self._pending = PushQueue(), list[PendingPublish]()
 
     def begin(self, place: Place) -> PendingPublish:
@@ -97,6 +98,7 @@ class Publisher:
                 with stack:
                     if self._pending[-1] is pending:
                         report = publish_with(place, self.urls, self.options)
+                        self.version = report.version
                         LOG.info("published %s as %s to %s", pending.path, report.version, ", ".join(self.urls))
             except BaseException as error:  # noqa: BLE001 - raised from the handle
                 self._end_failed(pending, error)

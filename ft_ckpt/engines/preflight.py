@@ -115,25 +115,29 @@ def lora_layers(file: TensorFile) -> dict[str, str]:
     return {head.removeprefix(_PREFIX): head for head in heads}
 
 
-def base_findings(record: PartRecord, base_path: str) -> Iterator[str]:
-    """The finding that the server's base, in the folder `base_path`, is another one than the adapter's.
+def compare_base(record: PartRecord, base_path: str) -> tuple[list[str], str]:
+    """Compare the server's base, in the folder `base_path`, with the base of the adapter.
 
-    None where that is no folder of this machine, or has none of the sampled tensors under their names.
+    Returns the findings, and why nothing was compared ("" if it was).
     """
-    place = open_place(base_path) if Path(base_path).is_absolute() and open_place(base_path).exists else None
-    if place is None or record.base is None:
-        return
+    if record.base is None or not record.base.fingerprint:
+        return [], "the checkpoint has no record of it"
+    if not Path(base_path).is_absolute() or not open_place(base_path).exists:
+        return [], f"{base_path or 'the path of the server'} is not a folder here; see visible_at="
     try:
+        place = open_place(base_path)
         with hold_open(place, compares=False) as held, closing(open_folder(held, place)) as file:
-            names = differing_elements(file, record)
-    except (CheckpointError, OSError):
-        return  # not readable by us
+            compared, names = differing_elements(file, record)
+    except (CheckpointError, OSError) as error:
+        return [], str(error)
     if names:
-        yield (
+        found = (
             f"{listing(names, ', ', 3)}: {len(names)} of {len(record.base.fingerprint)} sampled tensors of the base "
             f"that the server holds, {base_path}, differ from the one that the adapter was trained on "
             f"({record.base.id or 'built in memory'}); start the server with that base"
         )
+        return [found], ""
+    return [], "" if compared else f"{base_path} has none of its sampled tensors"
 
 
 def _rank_findings(settings: Mapping[str, Any], most: int) -> Iterator[str]:

@@ -21,7 +21,7 @@ from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.engines.client import Client
 from ft_ckpt.engines.expected import compare_digests, is_known
 from ft_ckpt.engines.export import export
-from ft_ckpt.engines.preflight import base_findings, findings, needs_export
+from ft_ckpt.engines.preflight import compare_base, findings, needs_export
 from ft_ckpt.engines.servers import Server, connect, probe
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, EngineError, LoadError, damaged_input, listing
 from ft_ckpt.formats.layout import TensorFile
@@ -213,10 +213,15 @@ def publish_with(checkpoint: str | Path | Place, urls: Sequence[str], options: P
     with _exported(open_place(checkpoint), servers, options) as (held, record, options):
         folder = _Folder.of(held.path / record.path, options)
         with closing(open_folder(Place(held.store, record.path), Place(held.origin, record.path))) as file:
-            _refuse_misread(servers, held, record, file, options)
+            uncompared = _refuse_misread(servers, held, record, file, options)
             if record.kind == "adapter":
                 adapter = _Adapter(_adapter_name(held, options), folder, _reference(held, record, file, options))
-                reports = _publish_adapter(servers, adapter, options)
+                reports = [
+                    replace(report, checked=f"{report.checked}; its base was not compared: {uncompared[report.url]}")
+                    if report.url in uncompared
+                    else report
+                    for report in _publish_adapter(servers, adapter, options)
+                ]
                 kind, served, version = "adapter", adapter.name, adapter.name.partition("@")[2]
             else:
                 version = options.version or _weights_version(held)
@@ -301,15 +306,24 @@ def _chosen_part(held: OpenCheckpoint, options: PublishOptions) -> PartRecord:
 
 def _refuse_misread(
     servers: Sequence[Server], held: OpenCheckpoint, record: PartRecord, file: TensorFile, options: PublishOptions
-) -> None:
+) -> dict[str, str]:
+    """Raise LoadError for all that the servers would misread; why an adapter's base was not compared, by URL."""
     engines = sorted({server.engine.lower() for server in servers})
     store = Place(held.store, record.path).folder
     found = [line for engine in engines for line in findings(engine, store, file, _ANY_RANK)]
+    uncompared = {}
     for server in servers if record.kind == "adapter" else ():
-        if server.weight_version() in (None, _FIRST_VERSION):
-            found += base_findings(record, _own_path(server.served().base_path, options.visible_at))
+        version, why = server.weight_version(), ""
+        if version in (None, _FIRST_VERSION):
+            wrong, why = compare_base(record, _own_path(server.served().base_path, options.visible_at))
+            found += wrong
+        else:
+            why = f"the server holds the weights {version}"
+        if why:
+            uncompared[server.client.url] = why
     if found:
         raise LoadError(f"{held.path}: not published: {listing(list(dict.fromkeys(found)))}")
+    return uncompared
 
 
 @dataclass(frozen=True)

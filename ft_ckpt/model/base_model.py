@@ -222,25 +222,26 @@ def differing_tensors(
     return [name for name, values in record.base.fingerprint.items() if not is_same(name, values)]
 
 
-def differing_elements(file: TensorFile, record: PartRecord) -> list[str]:
-    """Names of recorded tensors of an adapter's base whose elements in `file` differ; a few elements are read.
+def differing_elements(file: TensorFile, record: PartRecord) -> tuple[int, list[str]]:
+    """The number of compared tensors of an adapter's base, and the names of those whose elements in `file` differ.
 
-    Tensors that the file lacks, or has quantised, are left out.
+    A few elements of each are read. Tensors that the file lacks, or has quantised, are left out.
     """
     if record.base is None:
-        return []
-    adapted, names, wrong = _adapted_paths(record), getattr(file, "ties", {}), []
+        return 0, []
+    compared, adapted, names, wrong = 0, _adapted_paths(record), getattr(file, "ties", {}), []
     for name, values in record.base.fingerprint.items():
         stored = names.get(name, name)
         spec = file.specs.get(stored)
         if spec is None or not (dtype := getattr(torch, spec.dtype)).is_floating_point:
             continue
         indices = [int(index) for index in values]
+        compared += 1
         found = {str(at): float(file.read(stored, at, at + 1)) for at in indices if at < spec.numel}
         is_adapted = name.rpartition(".")[0] in adapted
         if len(found) < len(indices) or not _elements_agree(found, dtype, values, record.base.dtype, is_adapted, False):
             wrong.append(name)
-    return wrong
+    return compared, wrong
 
 
 def _adapted_paths(record: PartRecord) -> frozenset[str]:

@@ -110,6 +110,8 @@ class RunSaves:
         now.note_saved(reason, metrics)
         entry = LoggedSave(now.step, time.time(), reason, metrics)
         now.history = replace(now.history, saves=append_save(history.saves, entry))
+        if self.follow_up.publisher is not None:
+            now.published = self.follow_up.publisher.version or now.published
         try:
             if self.session is not None:  # first: the writers prepare their files meanwhile
                 self.session.ask(now.step)

@@ -186,6 +186,9 @@ class Progress:
     """The checkpoint, its URL if it is in a bucket; None when the run began afresh."""
     report: RestoreReport = field(default_factory=RestoreReport)
     """The outcome of the resume; without items when the run began afresh."""
+    published: str | None = None
+    """The version that was published last (`PublishReport.version`), also before the resume: the one that engines had
+    when the checkpoint was saved."""
 
 
 def fingerprint_differences(saved: Document, now: Document) -> tuple[str, ...]:
@@ -215,6 +218,7 @@ class TrainingRun:
         self.feeds = DataPositions()
         self.run_id = uuid.uuid4().hex
         self.resumed_from: Place | None = None
+        self.published: str | None = None  # the version that was published last; known to rank 0
         self.report = RestoreReport()
         self.history = schedule.begin_history(0, 0, time.monotonic())
         self.poll, self.steps, self.base = ClockPoll(config.every), StepWatch(), BaseWatch(config.attribute)
@@ -255,7 +259,9 @@ class TrainingRun:
     @property
     def progress(self) -> Progress:
         location = self.resumed_from.location if self.resumed_from else None
-        return Progress(self.step, **self.feeds.counts, resumed_from=location, report=self.report)
+        return Progress(
+            self.step, **self.feeds.counts, resumed_from=location, report=self.report, published=self.published
+        )
 
     def check_objects(self) -> None:
         """Raise SelectionError early if the state of an object of the run cannot be saved."""
@@ -285,6 +291,7 @@ class TrainingRun:
                 "run_id": self.run_id,
                 "ancestors": sorted(self._ancestors),
                 "let_go": sorted(self._left_out),
+                "published": self.published,
                 "fingerprint": self.current_fingerprint(captured.found, ranks, versions),
                 "signatures": signed,
             }
@@ -318,6 +325,7 @@ class TrainingRun:
         self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], Place(origin)
         self._ancestors, self._left_out = set(document.get("ancestors", ())), set(document.get("let_go", ()))
         self.history = schedule.begin_history(self.step, progress["epoch"], time.monotonic(), document["history"])
+        self.published = document.get("published")
         self._is_unfinished = False
         self.poll.resume_at(self.step)
 

@@ -428,6 +428,7 @@ class _KnownDocument:
     requires_grad: Mapping[str, tuple[str, ...]] | None = None
     apart: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
     let_go: tuple[str, ...] = ()
+    published: str | None = None
 
 
 def read_document(store: Store, manifest: Manifest) -> Document:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ft_ckpt.config import parse_size
-from scripts.bench import convert, frozen, load, many, memory, peaks, planning, ranks, save, stall, stores
+from scripts.bench import convert, frozen, load, many, memory, peaks, planning, ranks, save, stall, stores, writers
 from scripts.bench.common import ACCELERATOR, Row, Setting
 
 
@@ -42,6 +42,7 @@ MEASURES = {
     "adapter": Measure(ranks.ADAPTER_TITLE, ranks.measure_adapter, at="1.2GB"),
     "frozen": Measure(frozen.TITLE, frozen.measure, figure="new_bytes"),
     "planning": Measure(planning.TITLE, planning.measure, at="2.5GB"),
+    "writers": Measure(writers.TITLE, writers.measure, at="1GB"),
     "upload": Measure(stores.UPLOAD, stores.measure_upload, stores.LIMIT, at="1GB"),
     "download": Measure(stores.DOWNLOAD, stores.measure_download, stores.LIMIT, at="1GB"),
 }

@@ -225,7 +225,11 @@ def test_an_adapter_of_this_base_is_published(folder: str, files: EngineFiles, t
             (tmp_path / "seen").symlink_to(files.root)
             engine.base = tmp_path / "seen/base"
             options["visible_at"] = {str(files.root): str(tmp_path / "seen")}
-        assert publish(files.adapters[0], engine.url, **options).servers[0].is_new
+        (server,) = publish(files.adapters[0], engine.url, **options).servers
+        assert server.is_new
+        why = "; its base was not compared: /no/such/folder is not a folder here; see visible_at="
+        assert server.checked.endswith(why) == (folder == "elsewhere")
+        assert ("not compared" in server.checked) == (folder == "elsewhere")
 
 
 def test_a_base_under_another_path_is_compared_too(files: EngineFiles, tmp_path: Path) -> None:

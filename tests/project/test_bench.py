@@ -9,12 +9,14 @@ import pytest
 from places import ROOT
 
 ONE_PROCESS = ("save", "stall", "cold", "warm", "first", "many", "convert", "frozen")
-LAUNCHED = ("ranks", "memory", "planning")
+LAUNCHED = ("ranks", "memory", "planning", "writers")
 ALWAYS_THERE = {  # ways that need nothing but what the package itself depends on
     "save": {"limit: O_DIRECT write", "limit: memory copy", "ours", "ours, h5", "ours, dual", "safetensors", "h5py"},
     "stall": {"limit: memory copy", "ours", "torch DCP async"},
     "cold": {"limit: O_DIRECT read", "ours", "safetensors", "torch.load", "from_pretrained", "torch DCP"},
     "memory": {"ours", "ours, h5", "ours, dual", "safetensors", "torch.save"},
+    "planning": {"ours, llama, rank 0", "ours, many, rank 0"},
+    "writers": {"ours, 0 writers", "ours, 100 writers"},
     "ranks": {"ours", "ours, gather", "get_state_dict + save_pretrained", "torch DCP + consolidation"},
 }
 KEEPS_ALL = {"save", "memory", "ranks"}  # whose files hold every tensor
@@ -86,7 +88,7 @@ def test_measures_that_launch_processes(tmp_path):
     figures, _ = bench(tmp_path, "--only", *LAUNCHED, "adapter")
     check_possible(figures)
     for name in LAUNCHED:
-        assert rows_of(figures, name).keys() >= ALWAYS_THERE.get(name, {"ours, rank 0"})
+        assert rows_of(figures, name).keys() >= ALWAYS_THERE[name]
     whole, adapter = (rows_of(figures, name)["ours"]["disk_bytes"] for name in ("ranks", "adapter"))
     assert adapter < whole
 
