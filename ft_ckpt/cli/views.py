@@ -13,6 +13,7 @@ from ft_ckpt.checkpoint import guards
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, VerifyReport
 from ft_ckpt.checkpoint.delete import STATE
 from ft_ckpt.checkpoint.manifest import PartRecord, parse_time
+from ft_ckpt.checkpoint.session import parts_of
 from ft_ckpt.cli.options import print_lines, print_path
 from ft_ckpt.config import human_size
 from ft_ckpt.messages import printable
@@ -108,6 +109,10 @@ def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
         print_lines(", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items()))
     for part in manifest.parts:
         _show_part(part)
+    if writers := parts_of(manifest):
+        print_lines("", "parts of writers")
+        sizes = {name: human_size(sum(file.size_bytes for file in files)) for name, files in writers.items()}
+        print_table(("writer", "files", "size"), ((name, str(len(writers[name])), sizes[name]) for name in writers))
 
 
 def _show_part(part: PartRecord) -> None:

@@ -3,24 +3,29 @@
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import faults
 import models
 import pytest
 import torch
-from s3_server import S3
+from s3_server import S3, Fault
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Writer
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, read_manifest
 from ft_ckpt.checkpoint.delete import delete_checkpoint, delete_state
 from ft_ckpt.checkpoint.session import ROOM
-from ft_ckpt.errors import ConfigError, TargetError, WriterError
+from ft_ckpt.cli import views
+from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, WriterError
+from ft_ckpt.storage.local_store import LocalStore
 
 FORK = multiprocessing.get_context("fork")
 
@@ -95,12 +100,16 @@ def test_parts_of_one_checkpoint_and_back(tmp_path: Path) -> None:
         assert part.state == state
 
 
-def test_a_copy_keeps_the_parts_and_a_push_leaves_them_out(tmp_path: Path, s3: S3) -> None:
+def test_a_copy_keeps_the_parts_and_a_push_leaves_them_out(
+    tmp_path: Path, s3: S3, capsys: pytest.CaptureFixture[str]
+) -> None:
     with trainer(tmp_path / "run") as saver:
         saver.invite("replay")
         Writer(tmp_path / "run", "replay").put(1, [1, 2])
         stepped(saver, 1)
     path = tmp_path / "run/checkpoint-1"
+    views.show_checkpoint(CheckpointInfo(LocalStore(path), read_manifest(path)), as_json=False)
+    assert "replay" in capsys.readouterr().out.partition("parts of writers")[2]
     ft_ckpt.copy(path, tmp_path / "copy")
     assert ft_ckpt.load(tmp_path / "copy/state/writers/replay/state.safetensors") == [1, 2]
     ft_ckpt.push(path, "s3://bucket/pushed")
@@ -361,3 +370,75 @@ def test_where_writers_cannot_be_invited(tmp_path: Path) -> None:
                 saver.invite(*wrong)
         with pytest.raises(ConfigError, match=r"optional=\['b'\]: not invited"):
             saver.invite("a", optional=["b"])
+
+
+# Kills and faults
+
+
+def save_with_part(run: Any, step: int, names: Sequence[str] = ("replay",)) -> None:
+    with trainer(run) as saver:
+        saver.resume()
+        saver.invite(*names, allow=names, timeout_seconds=20)
+        writers = [Writer(run, name, timeout_seconds=20) for name in names]
+        for writer in writers:
+            writer.put(step, step, files={"log.txt": b"%d" % step})
+        stepped(saver, step)
+
+
+def check_newest(run: Any, names: Sequence[str] = ("replay",)) -> int:
+    """The newest checkpoint has the parts of its own step, or there is none; its step."""
+    with trainer(run) as saver:
+        progress = saver.resume()
+        saver.invite(*names, allow=names)
+        for name in names:
+            part = Writer(run, name, timeout_seconds=20).resume(tempfile.mkdtemp())
+            assert (part is None) == (progress.resumed_from is None)
+            assert part is None or (part.step, part.state) == (progress.step, progress.step)
+            assert part is None or part.files[name][0].read_bytes() == b"%d" % progress.step
+        return progress.step
+
+
+def kill_at(folder: Path, call: int) -> bool:
+    """Whether a save that is killed before its n-th call to the disk was; the next one goes on from what is there."""
+    save_with_part(folder, 1)
+    killed = faults.dies_at(call, lambda: save_with_part(folder, 2))
+    assert check_newest(folder) in ((1, 2) if killed else (2,))
+    save_with_part(folder, 3)
+    assert check_newest(folder) == 3
+    return killed
+
+
+@pytest.mark.parametrize("call", [10, 30, 50])
+def test_a_trainer_killed_at_some_calls(tmp_path: Path, call: int) -> None:
+    assert kill_at(tmp_path, call)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_trainer_killed_at_every_call(tmp_path: Path) -> None:
+    calls = next(call for call in range(1, 1000) if not kill_at(tmp_path / str(call), call))
+    assert calls > 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("fault", [{"status": 503, "times": 1}, {"cuts": "after"}, {"cuts": "before"}, {"status": 403}])
+def test_a_fault_at_every_request_of_two_writers(s3: S3, fault: dict[str, Any]) -> None:
+    """A save succeeds or raises; what is committed has the parts of its step, and the next save succeeds."""
+    names, outcomes = ("replay", "rollout"), Counter[str]()
+    for number in range(1, 1000):
+        run = f"s3://bucket/run-{number}"
+        save_with_part(run, 1, names)
+        s3.faults, begun = [Fault(at=s3.asked + number, **fault)], s3.asked
+        try:
+            save_with_part(run, 2, names)
+            outcomes["saved"] += 1
+        except (CheckpointError, OSError) as error:
+            outcomes[type(error).__name__] += 1
+        was_met, s3.faults = s3.asked - begun >= number, []
+        assert check_newest(run, names) in (1, 2)
+        save_with_part(run, 3, names)
+        assert check_newest(run, names) == 3
+        if not was_met:
+            break
+    assert sum(outcomes.values()) > 30, outcomes
