@@ -35,7 +35,7 @@ from ft_ckpt.messages import warn
 from ft_ckpt.model.objects import load, save
 from ft_ckpt.storage import locks
 from ft_ckpt.storage.digests import FileRecord, read_record, record_of
-from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.local_store import LocalStore, make_like
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.scratch import copy_object
 from ft_ckpt.storage.store import Store, is_inside
@@ -309,7 +309,7 @@ class Writer:
             raise WriterError(f"step {step}: {listing(wrong, ', ')}: no path for a file of a part; use another name")
         store = self._room.within(handed_folder(self._session, step, self.name))
         if isinstance(store, LocalStore):
-            store.folder.mkdir(parents=True, exist_ok=True)
+            make_like(store, self.run.folder)
             store = replace(store, syncs=False)  # the commit of the trainer makes the files durable
         known, records = self._in_last_checkpoint(), list[FileRecord]()
         if state is not None:

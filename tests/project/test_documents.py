@@ -22,7 +22,12 @@ PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 PARSERS = {"yaml": yaml.safe_load, "json": json.loads}
 MOST_NOT_RUN = 6
 
+QUICK = ("index", "full", "lora", "resume", "trainer", "publish", "writers", "frontier", "settings", "on-disk")
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+quick_pages = pytest.mark.parametrize(
+    "page", [page if page.stem in QUICK else pytest.param(page, marks=pytest.mark.slow) for page in PAGES],
+    ids=[page.stem for page in PAGES],
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +45,7 @@ def done(request, tmp_path_factory):
     return folder, run_cases("page", names, folder, ranks=1, timeout=380)
 
 
-@pages
+@quick_pages
 def test_a_page_does_what_it_says(page, done):
     """Its blocks in order, in an empty folder: what a reader would do who copies them one after the other."""
     check(done, name_of(page))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from accelerate.state import AcceleratorState, GradientState
 from places import ROOT
 
 import ft_ckpt
@@ -26,9 +27,9 @@ def live(folder: Path, words: list[str], kill_after: float | None = None, victim
     """One life of the run: its exit code. `kill_after` seconds SIGKILL goes to `victims` of its processes (0: all)."""
     parent = os.fork()
     if not parent:
-        with (folder.parent / "log").open("a") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
+        sys.stdout = sys.stderr = (folder.parent / "log").open("a", buffering=1)
+        AcceleratorState._reset_state(reset_partial_state=True)  # of earlier tests in this process
+        GradientState._reset_state()
         try:
             os._exit(grpo.main(["--output-dir", str(folder), *words]))
         except BaseException:
