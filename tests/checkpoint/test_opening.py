@@ -20,6 +20,7 @@ import peft
 import pytest
 import torch
 from faults import dies_at, edit
+from safetensors import safe_open
 from seeds import chosen_seed
 from torch import nn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
@@ -269,6 +270,19 @@ def test_code_in_a_checkpoint_is_never_asked_about(tmp_path):
     assert answer.stdout.count("refused") == 2, answer.stderr
     assert "[y/N]" not in answer.stdout
     assert not (tmp_path / MARKER).exists()
+
+
+@pytest.mark.parametrize("file", ["../outside.safetensors", "{outside}"])
+def test_an_index_that_leads_outside_is_refused(tmp_path, file):
+    """In a folder without a manifest, where the file it names is there and fits."""
+    models.build("llama").save_pretrained(tmp_path / "model")
+    outside = (tmp_path / "model" / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    with safe_open(outside, "pt") as tensors:
+        places = dict.fromkeys(tensors.keys(), file.format(outside=outside))
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(CorruptError, match=r"outside\.safetensors"):
+        ft_ckpt.convert(tmp_path / "model", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

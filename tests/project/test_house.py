@@ -18,7 +18,7 @@ import ft_ckpt
 from ft_ckpt import errors
 
 PACKAGE = sorted((ROOT / "ft_ckpt").rglob("*.py"))
-PAGES = [ROOT / "README.md", ROOT / "ft_ckpt/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "ft_ckpt/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ERRORS = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
 FOREIGN_ERRORS = {
     "cli/options.py": {"ArgumentTypeError"},  # argparse's error for the type of an argument

@@ -27,13 +27,20 @@ def test_extras_that_are_named_exist():
     assert [(file, extra) for file, extra in sorted(found) if extra not in EXTRAS] == []
 
 
+def test_the_tests_of_each_promise_exist():
+    """Those that the page of security names, at least one for each row of its tables."""
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text(ROOT / "docs/security.md"))
+    assert len(named) > 40
+    found = {file: set(re.findall(r"^def (test_\w+)", text(ROOT / file), re.MULTILINE)) for file, _ in named}
+    assert [f"{file}::{name}" for file, name in named if name not in found[file]] == []
+    assert [promise for promise, tests in rows("docs/security.md", "what") if "::" not in tests] == []
+
+
 def rows(page, first):
-    """The rows of the table of a page whose first heading is `first`, each as its cells; code marks of the first go."""
-    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
-    begin = next(number for number, line in enumerate(lines) if line.startswith(f"| {first} |")) + 2
-    for line in lines[begin:]:
-        if not line.startswith("|"):
-            return
+    """The rows of the tables of a page whose first heading is `first`, as cells; code marks of the first cell go."""
+    tables = re.findall(rf"^\| {first} \|.*\n\|[-|]+\n((?:\|.*\n)+)", text(ROOT / page), re.MULTILINE)
+    assert tables, f"{page} has no table of {first}"
+    for line in "".join(tables).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         yield [cells[0].strip("`"), *cells[1:]]
 
