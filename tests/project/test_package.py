@@ -7,6 +7,7 @@ from places import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
+PIN = re.compile(r"^([\w.-]+)==(\S+)", re.MULTILINE)
 NAME = re.compile(r"[\w.-]+")
 
 
@@ -34,6 +35,31 @@ def test_the_tests_of_each_promise_exist():
     found = {file: set(re.findall(r"^def (test_\w+)", text(ROOT / file), re.MULTILINE)) for file, _ in named}
     assert [f"{file}::{name}" for file, name in named if name not in found[file]] == []
     assert [promise for promise, tests in rows("docs/security.md", "what") if "::" not in tests] == []
+
+
+def test_the_table_of_versions_is_that_of_what_is_required_and_tested():
+    oldest, newest = (
+        dict(re.findall(PIN, text(ROOT / name))) for name in ("constraints-oldest.txt", "constraints.txt")
+    )
+    users = [extra for extra in EXTRAS if extra not in {"bench", "dev", "docs", "test"}]
+    expected = {"Python": [PROJECT["requires-python"].removeprefix(">="), "3.11", "3.11"]}
+    for requirement in [*PROJECT["dependencies"], *(each for extra in users for each in EXTRAS[extra])]:
+        name, lowest = re.match(r"([\w.-]+)>=([\d.]+)", requirement).groups()
+        expected[name] = [lowest, oldest.get(name, "-"), newest.get(name, "-")]
+    assert {name: cells for name, *cells in rows("docs/compatibility.md", "library")} == expected
+
+
+def test_the_oldest_tested_versions_are_the_oldest_accepted_ones():
+    """But torch, as constraints-oldest.txt says; of others a patch release may be newer."""
+    for name, accepted, oldest, _ in rows("docs/compatibility.md", "library"):
+        assert oldest == "-" or name in {"Python", "torch"} or (oldest + ".").startswith(accepted + "."), name
+
+
+def test_checkpoints_of_every_release_are_read_by_tests():
+    """Every dated version of the changelog is on the page, and has golden checkpoints."""
+    released = re.findall(r"^## (\S+) - \d", text(ROOT / "CHANGELOG.md"), re.MULTILINE)
+    goldens = {path.name for path in (ROOT / "tests/golden/checkpoints").iterdir()}
+    assert {version for version, _ in rows("docs/compatibility.md", "written by")} == set(released) == goldens
 
 
 def rows(page, first):
