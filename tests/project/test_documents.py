@@ -111,6 +111,19 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "api" / "index.html").exists()
+    links = re.findall(r"\]\(([^)]+)\)", (tmp_path / "llms.txt").read_text(encoding="utf-8"))
+    assert len(links) > 40
+    assert [link for link in links if not (tmp_path / link).exists()] == []
+
+
+def test_every_page_is_listed_for_language_models():
+    """Once, with the first sentence of its text."""
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    listed = runpy.run_path(str(ROOT / "scripts" / "llms.py"))["list_pages"](config, ROOT / "docs")
+    lines = re.findall(r"^- \[[^]]+\]\(([^)]+)\): (.+)$", listed, re.MULTILINE)
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(link.replace("api/", "api.md") for link, _ in lines) == sorted(pages)
+    assert [link for link, sentence in lines if not 20 < len(sentence) < 300 or "](" in sentence] == []
 
 
 # How a page is done
