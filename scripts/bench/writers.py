@@ -27,7 +27,7 @@ def measure(setting: Setting, size_bytes: int) -> list[Row]:
 
 def committed(setting: Setting, size_bytes: int, count: int) -> list[Row]:
     """In the child: the trainer, which forks the writers before it has threads."""
-    run = setting.folder / "run"
+    run = setting.folder / f"run-{count}"
     writers = [_start_writer(run, index) for index in range(count)]
     try:
         with CheckpointSaver(None, run, keep=1) as saver:
