@@ -386,9 +386,9 @@ class CheckpointSaver:
         """Save the last step if asked, and release everything even on an error."""
         with ExitStack() as stack:
             stack.callback(self._saves.end_follow_up, wait=save)  # the last, since a save in the background begins it
+            stack.callback(self._saves.end_session)  # after a save in the background, which waits for the writers
             stack.callback(self._pending.close)
             stack.callback(self._run.close)
-            stack.callback(self._saves.end_session)
             stack.callback(_OPEN.discard, self)
             stack.callback(self._saves.close)
             if save and not self._saves.is_closed:

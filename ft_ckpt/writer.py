@@ -168,7 +168,7 @@ class Writer:
             if held.identity != last.identity:
                 raise WriterError(f"{held.location}: another checkpoint than the one that the trainer continues from")
             parts = parts_of(held.manifest)
-            names = self._mine(sorted(parts), rule)
+            names = self._mine(list(parts), rule)
             states = {
                 name: load(Place(held.store, f"{PARTS}/{name}/{STATE_FILE}"), map_location="cpu", mapped=False)
                 for name in names
@@ -234,6 +234,7 @@ class Writer:
             return [self.name] if self.name in parts else []
         stem = f"{self._group}-"
         own = [part for part in parts if part.startswith(stem) and part.removeprefix(stem).isdecimal()]
+        own.sort(key=lambda part: int(part.removeprefix(stem)))
         return list(rule(own, self._session.group(self._group)).get(self.name, ()))
 
     def _current(self) -> Session | None:
@@ -292,8 +293,6 @@ class Writer:
                 return
             try:
                 self._hand_in(step, None if state is None else state(), {} if files is None else files())
-            except WriterError:
-                raise
             except Exception as error:  # noqa: BLE001 - the trainer raises it
                 self._room.within(handed_folder(self._session, step, self.name)).write(
                     HANDED, handed_to_json(HandedIn(error=f"its state function raised {type(error).__name__}: {error}"))

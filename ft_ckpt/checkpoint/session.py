@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from ft_ckpt.checkpoint.guards import mark_holder, may_live, put_mark, read_mark, renewed, store_time
 from ft_ckpt.checkpoint.manifest import FieldError, Manifest, reader_of
-from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, WriterError, listing
+from ft_ckpt.errors import CheckpointError, ConfigError, NameTakenError, TargetError, WriterError, listing
 from ft_ckpt.messages import LOG
 from ft_ckpt.storage import locks
 from ft_ckpt.storage.digests import FileRecord, read_record
@@ -176,16 +176,19 @@ class OpenSession:
             facts.get(key) == mine[key] for key in ("host", "machine", "namespace", "pid", "started")
         )
         if facts and not is_own and is_open(self.room):
-            raise TargetError(
-                f"{self.room.where(SESSION)}: {mark_holder(self.room, SESSION)} trains this run, or was killed less "
-                "than ten minutes ago on another machine; end it, or use another folder"
-            )
+            raise self._taken()
         self._delete_below("")  # of sessions that are over
-        self._write()
+        try:
+            put_mark(self.room, SESSION, create_only=True, **asdict(self.session))
+        except NameTakenError:
+            raise self._taken() from None
         self._over.enter_context(renewed(self._write))
 
     def ask(self, step: int) -> None:
-        """Ask all writers for their state at `step`."""
+        """Ask all writers for their state at `step`. Raises WriterError if another process has taken the run over."""
+        found = read_session(self.room)
+        if found is not None and found.token != self.session.token:
+            raise WriterError(f"step {step}: {self._taken()}")
         self.session, self._asked_at = replace(self.session, asked=step), time.monotonic()
         self._write()
 
@@ -237,6 +240,12 @@ class OpenSession:
         with suppress(CheckpointError):
             if (found := read_session(self.room)) is not None and found.token == self.session.token:
                 self._delete_below("")
+
+    def _taken(self) -> TargetError:
+        return TargetError(
+            f"{self.room.where(SESSION)}: {mark_holder(self.room, SESSION)} trains this run, or was killed less than "
+            "ten minutes ago on another machine; end it, or use another folder"
+        )
 
     def _write(self) -> None:
         put_mark(self.room, SESSION, **asdict(self.session))

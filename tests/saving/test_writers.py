@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -133,6 +134,16 @@ def test_in_the_background_only_the_commit_waits(tmp_path: Path) -> None:
         assert writer.asked is None
 
 
+def test_the_end_of_the_trainer_waits_for_a_save_in_the_background(tmp_path: Path) -> None:
+    with trainer(tmp_path, background=True) as saver:
+        saver.invite("replay")
+        writer = Writer(tmp_path, "replay")
+        pending = stepped(saver, 1)
+        threading.Timer(0.5, lambda: writer.put(1, "late")).start()
+    assert pending.result().step == 1
+    assert ft_ckpt.load(tmp_path / "checkpoint-1/state/writers/replay/state.safetensors") == "late"
+
+
 def test_who_is_missing_is_named_and_nothing_is_committed(tmp_path: Path) -> None:
     with trainer(tmp_path) as saver:
         saver.invite("replay", rollout=2, optional=["rollout"], timeout_seconds=0.5)
@@ -176,7 +187,11 @@ def test_an_error_of_the_state_function_is_the_trainers(tmp_path: Path) -> None:
     with trainer(tmp_path) as saver:
         saver.invite("replay", timeout_seconds=60)
         writer = Writer(tmp_path, "replay")
-        for step, state, error in ((1, lambda: 1 / 0, "ZeroDivisionError"), (2, object, "SelectionError")):
+        for step, state, error in (
+            (1, lambda: 1 / 0, "ZeroDivisionError"),
+            (2, object, "SelectionError"),
+            (3, lambda: None, "WriterError"),
+        ):
             writer.provide(state)
             with pytest.raises(WriterError, match=f"writer replay: its state function raised {error}"):
                 stepped(saver, step)
