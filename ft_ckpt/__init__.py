@@ -12,6 +12,7 @@ from ft_ckpt._version import __version__ as __version__
 if TYPE_CHECKING:
     from ft_ckpt import errors
     from ft_ckpt.checkpoint.catalog import best, latest, verify
+    from ft_ckpt.checkpoint.sign import sign
     from ft_ckpt.closure import checkpoint_closure
     from ft_ckpt.config import SaverConfig
     from ft_ckpt.engines.export import export
@@ -74,6 +75,7 @@ __all__ = [
     "pull",
     "push",
     "save",
+    "sign",
     "sync",
     "verify",
 ]
@@ -114,6 +116,7 @@ _HOME = {
     "pull": "ft_ckpt.transfer.push",
     "push": "ft_ckpt.transfer.push",
     "save": "ft_ckpt.model.objects",
+    "sign": "ft_ckpt.checkpoint.sign",
     "sync": "ft_ckpt.transfer.sync",
     "verify": "ft_ckpt.checkpoint.catalog",
 }

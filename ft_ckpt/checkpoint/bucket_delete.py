@@ -25,6 +25,7 @@ from ft_ckpt.checkpoint.guards import (
     LEASE,
     PIN,
     SAVING,
+    SIGNED,
     STALE_SECONDS,
     TOMBSTONE,
     clear_spent_mark,
@@ -80,7 +81,7 @@ def settle_in_bucket(store: Store, listed: Listed, now: float) -> Removal | None
         saving = None
         listed = {name: each for name, each in listed.items() if name != SAVING}
     spent = {each.name for each in listed.values() if is_mark(each.name) and not may_live(store, each, now)} - {SAVING}
-    spent -= {PIN} if committed or saving else set()
+    spent -= {PIN, SIGNED} if committed or saving else set()
     doomed = {path for name in spent if name.startswith(TOMBSTONE) for path in manifest_files(store, name)}
     is_dead = saving is not None and not committed and not may_live(store, saving, now)
     unfinished = files_of_save(listed) if is_dead and read_mark(store, SAVING).get("cleared") else set()

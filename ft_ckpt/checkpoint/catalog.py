@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ft_ckpt.checkpoint.checks import checkpoint_problems, look_again, may_pass, small_problems, stored_bytes
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, check_paths, manifest_from_json
+from ft_ckpt.checkpoint.signature import SignedBy, signature_problems
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -241,13 +242,18 @@ def find_best(
     return _first_valid(known, "the next best")
 
 
-def verify(path: str | os.PathLike[str] | Place, *, deep: bool = True) -> VerifyReport:
+def verify(
+    path: str | os.PathLike[str] | Place, *, deep: bool = True, signed_by: SignedBy | None = None
+) -> VerifyReport:
     """Compare the files of checkpoint `path` with its manifest.
 
     Always: names, sizes, the tensors in each safetensors header, each index, the digests of files below 1 MiB, and that
-    there are no weights of another save. `deep` also reads all other bytes and compares the digests.
+    there are no weights of another save. `deep` also reads all other bytes and compares the digests. `signed_by`: also
+    the signature, see `sign`, and that no file came, went or changed since: the path of a public key, or (identity,
+    provider) of a keyless signature.
 
-    Raises NotACheckpointError, ManifestError or UnreadableError as `read_manifest` does.
+    Raises NotACheckpointError, ManifestError or UnreadableError as `read_manifest` does; ConfigError when a signature
+    cannot be checked: an unusable key, a checkpoint in a bucket, no model-signing library.
     """
     store = open_place(path).folder
     found_at = Place(store).location
@@ -260,6 +266,8 @@ def verify(path: str | os.PathLike[str] | Place, *, deep: bool = True) -> Verify
             raise NotACheckpointError(why_no_checkpoint(store)) from None
         with damaged_input(found_at):
             problems = tuple(dict.fromkeys(checkpoint_problems(seen, manifest, deep=deep)))
+            if signed_by is not None:
+                problems += signature_problems(store, store, manifest, signed_by)
         # A save may have overwritten the checkpoint meanwhile: a mixture of both was read. Read again.
         if not problems or _manifest_version(store) == before:
             size_bytes = stored_bytes(seen, manifest)

@@ -30,6 +30,7 @@ from pathlib import Path
 from ft_ckpt.checkpoint.catalog import next_number, read_manifest
 from ft_ckpt.checkpoint.checks import is_misleading, misleading_files
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, check_paths, manifest_to_json
+from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
 from ft_ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -138,7 +139,8 @@ def _carry_foreign_files(stage: Path, target: Path, manifest: Manifest | None) -
         raise
     except ManifestError:
         return
-    foreign = local_disk.movable_pieces(stage, target, {MANIFEST_NAME, *old, *(file.path for file in manifest.files)})
+    ours = {MANIFEST_NAME, SIGNATURE_NAME, *old, *(file.path for file in manifest.files)}
+    foreign = local_disk.movable_pieces(stage, target, ours)
     local_disk.move_files([path for path in foreign if not is_misleading(path, manifest)], stage, target, replace=False)
 
 
@@ -448,7 +450,8 @@ def _place_stage(stage: Path, target: Path, manifest: Manifest, access: Access) 
     new = [file.path for file in manifest.files]
     _check_obstacles(target, new, old or frozenset())
     if not (_is_movable(stage, target) and _swap_folders(stage, target, access, committed=old is not None)):
-        _pour_files(stage, target, {*(old or ()), *new, *misleading_files(LocalStore(target), manifest)}, new)
+        aside = set() if old is None else {SIGNATURE_NAME, *old}
+        _pour_files(stage, target, {*aside, *new, *misleading_files(LocalStore(target), manifest)}, new)
 
 
 def _is_movable(stage: Path, target: Path) -> bool:

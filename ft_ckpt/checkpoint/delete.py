@@ -27,6 +27,7 @@ from ft_ckpt.checkpoint.manifest import (
     manifest_from_json,
     manifest_to_json,
 )
+from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
 from ft_ckpt.errors import CheckpointError, CorruptError, damaged_input, listing
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_disk import PREFIX
@@ -104,7 +105,8 @@ def finish_deletion(path: Path) -> Removal:
         return Removal(path, why=why if _restore_manifest(path) else ())
     committed = (path / MANIFEST_NAME).exists()
     store = LocalStore(path)
-    doomed = manifest_files(store, TOMBSTONE) - (manifest_files(store, MANIFEST_NAME) if committed else frozenset())
+    doomed = {SIGNATURE_NAME, *manifest_files(store, TOMBSTONE)}  # it signs the manifest that is gone
+    doomed -= manifest_files(store, MANIFEST_NAME) if committed else set()
     freed = releasable_bytes(path, doomed)
     local_disk.delete_files(doomed, path)
     local_disk.remove_empty_folders(doomed, path)

@@ -40,6 +40,7 @@ from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store, Stored, read_text
 
 PIN = f"{PREFIX}pin"
+SIGNED = f"{PREFIX}signature"  # in a bucket: a signature and the manifest that it covers, see `transfer.signatures`
 LEASE = f"{PREFIX}lease-"  # prefix of the names
 SAVING = f"{PREFIX}saving"  # a save to a bucket in progress
 TOMBSTONE = f"{PREFIX}dropped"  # lists the files to delete; in a bucket, prefix of the names

@@ -25,6 +25,7 @@ COMMANDS = {  # name: module that declares it in `add_<name>`, usage, summary
     "best": ("show", "RUN [OPTIONS]", "Print the path of the checkpoint with the best metric."),
     "show": ("show", "PATH [OPTIONS]", "List the parts and tensors of a checkpoint or weight file."),
     "verify": ("show", "PATH [OPTIONS]", "Compare a checkpoint, or all of a run, with its manifest."),
+    "sign": ("sign", "CHECKPOINT --key PRIVATE [OPTIONS]", "Sign a checkpoint, in OpenSSF's model-signing format."),
     "diff": ("files", "A B [OPTIONS]", "Compare the tensors of two checkpoints or files."),
     "average": ("files", "A B ... OUT [OPTIONS]", "Write the average of checkpoints."),
     "merge": ("files", "ADAPTER OUT [OPTIONS]", "Merge an adapter into its base."),

@@ -5,10 +5,11 @@ from argparse import ArgumentParser, Namespace
 from ft_ckpt.checkpoint import catalog, verify
 from ft_ckpt.checkpoint.catalog import CheckpointInfo
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.signature import SignedBy
 from ft_ckpt.checkpoint.verify import verify_listed
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json
-from ft_ckpt.errors import ManifestError, NotACheckpointError, UnreadableError
+from ft_ckpt.errors import ConfigError, ManifestError, NotACheckpointError, UnreadableError
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store
 
@@ -106,6 +107,9 @@ def _show(options: Namespace) -> None:
 def add_verify(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="Checkpoint, run, or weight file.")
     parser.add_argument("--fast", action="store_true", help="Names, sizes and headers only; do not read every byte.")
+    parser.add_argument("--signed-by", metavar="PUBLIC", help="Check the signature, too: PEM file of the public key.")
+    parser.add_argument("--identity", help="Of a keyless signature: the signer, as in name@example.org.")
+    parser.add_argument("--identity-provider", metavar="URL", help="And who vouches for the identity.")
     add_json(parser)
     parser.set_defaults(run=_verify)
 
@@ -113,17 +117,27 @@ def add_verify(parser: ArgumentParser) -> None:
 def _verify(options: Namespace) -> int:
     """Compare the checkpoint PATH, or all of the run PATH, with their manifests; exit code 1 if they differ. A file of
     a checkpoint is compared with its manifest, too. Of safetensors files and folders without a manifest, headers,
-    indexes and configs are checked.
+    indexes and configs are checked. With --signed-by, a checkpoint without this signature fails.
     """
+    signed_by = _wanted_signer(options)
     place, deep = open_place(options.path), not options.fast
     if not place.exists:
         raise NotACheckpointError(f"{place}: no such file or folder")
     found = _checkpoints_at(place.folder)
+    if signed_by is not None and not found:
+        raise NotACheckpointError(f"{place}: no checkpoint, so it has no signature to check")
     listed = verify_listed(place) if deep and not found else None
-    reports = [_report_on(each, deep=deep) for each in found] or [listed or verify.verify_foreign(place)]
+    reports = [_report_on(each, deep, signed_by) for each in found] or [listed or verify.verify_foreign(place)]
     note = "" if found or listed or not reports[0].ok else _UNCHECKED
     views.show_reports(reports, note, as_json=options.as_json)
     return 0 if all(report.ok for report in reports) else 1
+
+
+def _wanted_signer(options: Namespace) -> SignedBy | None:
+    keyless = options.identity, options.identity_provider
+    if (options.signed_by is not None and any(keyless)) or any(keyless) != all(keyless):
+        raise ConfigError("verify: expected --signed-by, or both of --identity and --identity-provider")
+    return keyless if all(keyless) else options.signed_by
 
 
 def _checkpoints_at(store: Store) -> list[Store]:
@@ -142,9 +156,9 @@ def _may_be_checkpoint(store: Store) -> bool:
         return True
 
 
-def _report_on(store: Store, *, deep: bool) -> catalog.VerifyReport:
+def _report_on(store: Store, deep: bool, signed_by: SignedBy | None) -> catalog.VerifyReport:
     place = Place(store)
     try:
-        return catalog.verify(place, deep=deep)
+        return catalog.verify(place, deep=deep, signed_by=signed_by)
     except (ManifestError, OSError) as error:
         return catalog.VerifyReport(place.location, False, (str(error),), 0, 0)

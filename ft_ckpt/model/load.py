@@ -13,6 +13,7 @@ from torch import nn
 from ft_ckpt.checkpoint.catalog import why_no_checkpoint
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, open_checkpoint
+from ft_ckpt.checkpoint.signature import SignedBy, signature_problems
 from ft_ckpt.distributed.fill import readers_here
 from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
@@ -81,6 +82,7 @@ def load_model(
     check_base: bool = True,
     trust_remote_code: bool = False,
     verify: bool = False,
+    require_signature: SignedBy | None = None,
     mapped: bool | str = "auto",
     with_report: bool = False,
 ) -> Any:
@@ -101,12 +103,14 @@ def load_model(
     load may leave part of the values. A model that transformers converts (fused experts) is loaded beside it first.
     `classes`: classes of plain modules by name, in addition to those already imported. `trust_remote_code`: run model
     code that lies in the checkpoint or with the base, as in transformers. `verify`: compare the digests of all files
-    before they are used; digests of files below 1 MB and all sizes and headers are always compared. `with_report`:
-    return (model, LoadReport).
+    before they are used; digests of files below 1 MB and all sizes and headers are always compared.
+    `require_signature`: check the signature of the checkpoint first, see `verify(signed_by=)`; that of a base is not.
+    `with_report`: return (model, LoadReport).
 
     All files are opened at one moment, so a save that replaces the checkpoint meanwhile changes nothing. Raises
-    NotACheckpointError; CorruptError when files differ from the manifest; LoadError naming every missing, unexpected
-    or reshaped tensor unless `strict` is False, or saying why no model can be made; BaseMismatchError for another base.
+    NotACheckpointError; CorruptError when files differ from the manifest or its signature; LoadError naming every
+    missing, unexpected or reshaped tensor unless `strict` is False, or saying why no model can be made;
+    BaseMismatchError for another base.
     """
     if mapped not in (True, False, "auto"):
         raise LoadError(f"mapped={mapped!r}: expected True, False or 'auto'")
@@ -119,6 +123,10 @@ def load_model(
         raise NotACheckpointError(why_no_checkpoint(place.folder))
     root, wanted = found[0], (found[1] or None) if part is None else part
     with open_checkpoint(Place(root), compares=False) as held, _explain_errors(root):
+        if require_signature is not None:
+            unsigned = signature_problems(held.origin, held.store, held.manifest, require_signature)
+            if unsigned:
+                raise CorruptError(f"{root.url}: {listing(list(unsigned))}; not loaded")
         refuse_delta(held.manifest, Place(held.origin))
         groups = _group_records(held, wanted)
         if not groups:

@@ -6,12 +6,14 @@ from pathlib import Path
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
 from ft_ckpt.transfer.copies import CopyReport, copy_open, destination_place
 from ft_ckpt.transfer.outgoing import PullReport, PushOptions, PushReport, weights_manifest
 from ft_ckpt.transfer.pull_cache import pull_cached
+from ft_ckpt.transfer.signatures import read_signature
 
 _MEANT_HERE = {"state", "quiet"}
 
@@ -36,6 +38,8 @@ def send_checkpoint(held: OpenCheckpoint, destination: str | Place, options: Pus
 def push_report(held: OpenCheckpoint, goal: Place, report: CopyReport) -> PushReport:
     """The report of a push, from the report of the copy of an open checkpoint to `goal`."""
     left_out = sorted({file.path for file in held.manifest.files} - set(report.files))
+    if left_out and read_signature(held.origin) is not None:
+        left_out.append(f"{SIGNATURE_NAME}, which covers them")
     return PushReport(
         path=held.location,
         url=str(goal),

@@ -29,6 +29,7 @@ from ft_ckpt.storage.local_store import LocalStore, files_access
 from ft_ckpt.storage.place import Place, open_place, source_access
 from ft_ckpt.storage.scratch import SMALL_COPY_BYTES, copy_object, track_bytes
 from ft_ckpt.storage.store import Access, Store, etag_of
+from ft_ckpt.transfer.signatures import put_signature, read_signature
 
 _SMALL_AT_ONCE = 8  # small files copied in parallel; of a large file, several parts are
 _EARLIER = 8  # newest checkpoints at the destination that files are taken over from
@@ -65,9 +66,9 @@ def copy(
 
     The name of the source is appended to a destination that ends in a slash. All digests are compared on the way, the
     manifest is written last. Files of 1 MiB or more that one of the newest checkpoints beside the destination has are
-    not sent again: they are hard-linked and read there, or copied by the service. Pins and leases are not copied. A
-    failed copy leaves no checkpoint; the next one starts from the beginning. If the same checkpoint is there already,
-    nothing changes.
+    not sent again: they are hard-linked and read there, or copied by the service. A signature comes along, see `sign`;
+    pins and leases do not. A failed copy leaves no checkpoint; the next one starts from the beginning. If the same
+    checkpoint is there already, nothing changes.
 
     Raises NotACheckpointError when nothing is committed at `source`, CorruptError when its files differ from its
     manifest, NameTakenError when something else is at `destination` and `overwrite` is False, TargetError or
@@ -103,9 +104,15 @@ def copy_open(
     is committed, on a disk.
     """
     begun, size_bytes = time.monotonic(), sum(file.size_bytes for file in manifest.files)
+    signed = read_signature(held.origin)
+    exactly = None if signed is None else signed.manifest
+    if not is_same_copy(exactly, manifest):  # it signs more than is copied, or an older checkpoint
+        signed = exactly = None
     source, names = Place(held.origin).location, tuple(file.path for file in manifest.files)
     if is_there(goal, manifest) and (not renews or verify(goal).ok):
         settle_staging_at(goal)
+        if signed is not None:
+            put_signature(goal.folder, signed)
         return CopyReport(goal.location, source, False, names, size_bytes, 0, (), time.monotonic() - begun)
     may_replace = overwrite or is_same_copy(manifest_at(goal), manifest)
     if not may_replace:
@@ -120,7 +127,11 @@ def copy_open(
         copying = _Copying(held, staging.store, _reusable_files(staging.beside, goal, manifest.files), track, heed)
         copying.refuse_full(manifest.files)
         records = copying.copy_all(manifest.files)
-        staging.commit(manifest if exact else replace(manifest, files=records, token=None))
+        if exactly is None or not isinstance(goal.folder, LocalStore):
+            exactly = manifest if exact else replace(manifest, files=records, token=None)
+        staging.commit(exactly)
+    if signed is not None:
+        put_signature(goal.folder, signed)
     reused = tuple(sorted(copying.reused))
     seconds = time.monotonic() - begun
     return CopyReport(goal.location, source, True, names, size_bytes, copying.sent_bytes, reused, seconds)

@@ -14,6 +14,7 @@ from ft_ckpt.checkpoint.catalog import is_hub_name
 from ft_ckpt.checkpoint.delete import without_state
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, BaseRecord, Manifest, manifest_to_json
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
 from ft_ckpt.errors import CheckpointError, CorruptError, listing
 from ft_ckpt.storage.digests import FileRecord, record_of
 from ft_ckpt.storage.local_store import LocalStore
@@ -53,6 +54,8 @@ def outgoing_files(held: OpenCheckpoint, *, state: bool, base_id: str | None) ->
     sent = [file for file in manifest.files if not is_hidden(file.path)]
     left_out = sorted({file.path for file in held.manifest.files} - {file.path for file in sent})
     notes = [f"{listing(left_out, ', ')}: left out"] if left_out else []
+    if held.origin.stat(SIGNATURE_NAME) is not None:
+        notes.append(f"{SIGNATURE_NAME}: left out, because the pushed manifest differs from the signed one")
     configs = dict(_configs_of(held, sent))
     base_id = base_id or _base_on_hub(manifest, configs)
     changed = dict(_changed_configs(configs, _local_bases(manifest), base_id))

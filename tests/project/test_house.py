@@ -85,6 +85,7 @@ def test_public_names_are_pinned_sorted_and_resolve():
         "pull",
         "push",
         "save",
+        "sign",
         "sync",
         "verify",
     ]

@@ -105,7 +105,7 @@ def on_cli(script: int) -> dict[str, Any]:
     return names
 
 
-on_on_disk = on_average = on_schedule
+on_on_disk = on_average = on_sign = on_schedule
 
 
 def on_push(script: int) -> dict[str, Any]:

@@ -1,0 +1,51 @@
+"""Signs a committed checkpoint, see `signature`."""
+
+import os
+from pathlib import Path
+
+from ft_ckpt.checkpoint.catalog import manifest_text
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint, text_identity
+from ft_ckpt.checkpoint.signature import SIGNATURE_NAME, make_signature, unlisted_files
+from ft_ckpt.errors import CorruptError, listing
+from ft_ckpt.storage.local_disk import access_of
+from ft_ckpt.storage.local_store import LocalStore, folder_of
+from ft_ckpt.storage.place import Place, open_place
+
+
+def sign(
+    path: str | os.PathLike[str] | Place,
+    key: str | os.PathLike[str] | None,
+    *,
+    password: str | None = None,
+    provider: str | None = None,
+) -> Path:
+    """Sign the checkpoint `path`, after comparing all digests; returns the path of the signature, its file `model.sig`.
+
+    It covers the manifest and every file that the manifest lists, in the format of OpenSSF's model-signing. `key`: the
+    PEM file of a private key (P-256, P-384 or P-521), encrypted with `password` if given. None signs by Sigstore's
+    keyless way, which needs a network: with the credentials of the environment, or a login at `provider`. An older
+    signature is replaced.
+
+    Raises NotACheckpointError when nothing is committed there; CorruptError when files differ from the manifest, other
+    files are in the folder, or the checkpoint is replaced meanwhile; ConfigError for a checkpoint in a bucket, an
+    unusable key, or without the library (`pip install 'ft_ckpt[sign]'`); TargetError when it cannot be written.
+    """
+    place = open_place(path)
+    folder = folder_of(place.folder)
+    with open_checkpoint(place, compares=False) as held:
+        if problems := held.find_problems(deep=True):
+            raise CorruptError(f"{folder}: {listing(list(problems))}; not signed, use another checkpoint")
+        if unlisted := unlisted_files(folder, held.manifest):
+            raise CorruptError(
+                f"{folder}: {listing(unlisted, ', ')}: not listed by the manifest; move it away and sign"
+            )
+        if any(file.path == SIGNATURE_NAME for file in held.manifest.files):
+            raise CorruptError(f"{folder}: {SIGNATURE_NAME}: listed by the manifest, expected no file of this name")
+        bundle = make_signature(held.store, held.manifest, key, password, provider)
+        store = LocalStore(folder, access=access_of((folder / MANIFEST_NAME).stat()))
+        store.write(SIGNATURE_NAME, bundle)
+        if text_identity(manifest_text(store).encode()) != held.identity:
+            store.delete([SIGNATURE_NAME])
+            raise CorruptError(f"{folder}: replaced while it was signed; sign it again")
+    return folder / SIGNATURE_NAME

@@ -1,0 +1,128 @@
+"""Signatures in the format of OpenSSF's model-signing, made and checked by its own library, which is imported on use.
+
+`model.sig` in a checkpoint's folder is a Sigstore bundle with the SHA-256 of the manifest and of every file that the
+manifest lists. The manifest itself cannot list it. Leases, pins and our other marks are not signed.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
+from ft_ckpt.errors import ConfigError, CorruptError, MissingError, TargetError, shown
+from ft_ckpt.messages import printable
+from ft_ckpt.storage.local_disk import PREFIX, walk_tree
+from ft_ckpt.storage.local_store import folder_of, temporary_store
+from ft_ckpt.storage.store import Store, read_text
+
+SIGNATURE_NAME = "model.sig"  # as the library names it
+SignedBy: TypeAlias = str | os.PathLike[str] | tuple[str, str]  # PEM file of a public key, or (identity, provider)
+_LIMIT_BYTES = 64 << 20
+_UNSIGNED = (SIGNATURE_NAME, f"{PREFIX}pin")  # recorded in the bundle, for readers without ft_ckpt
+
+
+def make_signature(
+    opened: Store, manifest: Manifest, key: str | os.PathLike[str] | None, password: str | None, provider: str | None
+) -> bytes:
+    """The bundle for the checkpoint whose open files are in `opened`; without `key`, by Sigstore's keyless way.
+
+    Raises ConfigError for an unusable key, or without the library; TargetError when Sigstore gives no signature.
+    """
+    (hashing, signing, _), folder = _libraries(), folder_of(opened)
+    config = signing.Config().set_hashing_config(_ListedFiles(_hashing_of(hashing), manifest))
+    if key is None:
+        config.use_sigstore_signer(oidc_issuer=provider, use_ambient_credentials=True)
+    else:
+        with _explained_key(key, "private"):
+            config.use_elliptic_key_signer(private_key=Path(key), password=password and password.encode())
+    with temporary_store(prefix="ft_ckpt-sign-") as room:
+        try:
+            config.sign(folder, room.folder / SIGNATURE_NAME)
+        except Exception as error:
+            raise TargetError(f"{folder.name}: not signed: {shown(error)}") from error
+        return room.read(SIGNATURE_NAME)
+
+
+def signature_problems(origin: Store, opened: Store, manifest: Manifest, signed_by: SignedBy) -> tuple[str, ...]:
+    """The reasons why the checkpoint at `origin`, with its open files in `opened`, is not signed by `signed_by`.
+
+    `signed_by`: the path of a public key, or (identity, provider) of a keyless signature. Every file is read. Raises
+    ConfigError for a checkpoint in a bucket, an unusable key, or without the library.
+    """
+    unlisted, folder = unlisted_files(folder_of(origin), manifest), folder_of(opened)
+    hashing, _, verifying = _libraries()
+    config = verifying.Config().set_hashing_config(_ListedFiles(_hashing_of(hashing), manifest))
+    if isinstance(signed_by, tuple):
+        signer = f"{signed_by[0]} ({signed_by[1]})"
+        config.use_sigstore_verifier(identity=signed_by[0], oidc_issuer=signed_by[1])
+    else:
+        signer = os.fspath(signed_by)
+        with _explained_key(signer, "public"):
+            config.use_elliptic_key_verifier(public_key=Path(signer))
+    gained = [f"{name}: not signed; move it away" for name in unlisted]
+    try:
+        bundle = read_text(origin, SIGNATURE_NAME, _LIMIT_BYTES)
+    except MissingError:
+        return (*gained, f"{SIGNATURE_NAME}: missing, expected a signature by {signer}; `ft-ckpt sign` makes one")
+    except CorruptError as error:
+        return (*gained, f"{SIGNATURE_NAME}: cannot be read ({error})")
+    with temporary_store(prefix="ft_ckpt-sign-") as room:
+        room.write(SIGNATURE_NAME, bundle.encode())
+        try:
+            config.verify(folder, room.folder / SIGNATURE_NAME)
+        except Exception as error:  # noqa: BLE001 - a bundle may contain anything
+            is_list = str(error).startswith("Signature mismatch")  # the library's list of the files that differ
+            why = printable(str(error)) if is_list else shown(error)
+            return (*gained, f"{SIGNATURE_NAME}: not a signature of these files by {signer}: {why}")
+    return tuple(gained)
+
+
+def unlisted_files(folder: Path, manifest: Manifest) -> list[str]:
+    """The files in `folder` that a signature does not cover, without itself and our marks, sorted."""
+    files = (path for path in walk_tree(folder) if path.is_symlink() or not path.is_dir())
+    names = {path.relative_to(folder).as_posix() for path in files} - {SIGNATURE_NAME, *_signed_names(manifest)}
+    return sorted(name for name in names if not name.startswith(PREFIX) or "/" in name)
+
+
+def _signed_names(manifest: Manifest) -> list[str]:
+    return [MANIFEST_NAME, *(file.path for file in manifest.files)]
+
+
+@dataclass(frozen=True)
+class _ListedFiles:
+    """Hashes, for the library, the files that a signature covers, whatever others are beside them."""
+
+    config: Any  # model_signing.hashing.Config
+    manifest: Manifest
+
+    def hash(self, model_path: Path, **_: Any) -> Any:
+        present = [path for name in _signed_names(self.manifest) if (path := model_path / name).is_file()]
+        return self.config.hash(model_path, files_to_hash=present)
+
+    def add_ignored_paths(self, **_: Any) -> None:
+        """Ignore nothing that a bundle names: it has to cover all files."""
+
+
+def _hashing_of(hashing: Any) -> Any:
+    """SHA-256 of whole files, which may be links to open files."""
+    return hashing.Config().set_ignored_paths(paths=_UNSIGNED, ignore_git_paths=False).set_allow_symlinks(True)
+
+
+def _libraries() -> tuple[Any, Any, Any]:
+    try:
+        from model_signing import hashing, signing, verifying
+    except ImportError as error:
+        raise ConfigError(f"signatures need model-signing ({error}); pip install 'ft_ckpt[sign]'") from error
+    return hashing, signing, verifying
+
+
+@contextmanager
+def _explained_key(key: str | os.PathLike[str], kind: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        expected = "expected a PEM file, elliptic curve P-256, P-384 or P-521"
+        raise ConfigError(f"{os.fspath(key)}: not usable as a {kind} key ({shown(error)}); {expected}") from error

@@ -1,0 +1,34 @@
+"""The command `sign`."""
+
+import os
+from argparse import ArgumentParser, Namespace
+
+from ft_ckpt.checkpoint.sign import sign
+from ft_ckpt.cli import views
+from ft_ckpt.cli.options import add_json, print_lines
+from ft_ckpt.errors import ConfigError
+
+_PASSWORD = "FT_CKPT_SIGN_PASSWORD"  # noqa: S105 - the name of a variable
+
+
+def add_sign(parser: ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint on this machine.")
+    parser.add_argument(
+        "--key", metavar="PRIVATE", help=f"PEM file of the private key; its password is in {_PASSWORD}."
+    )
+    parser.add_argument("--keyless", action="store_true", help="Sign with an identity, by Sigstore; needs a network.")
+    parser.add_argument("--identity-provider", metavar="URL", help="With --keyless: where to log in.")
+    add_json(parser)
+    parser.set_defaults(run=_sign)
+
+
+def _sign(options: Namespace) -> None:
+    """Compare CHECKPOINT with its manifest, and sign it: its file model.sig, in OpenSSF's model-signing format."""
+    if (options.key is None) != options.keyless or (options.identity_provider and not options.keyless):
+        raise ConfigError("sign: expected --key PRIVATE, or --keyless with or without --identity-provider")
+    password = os.environ.get(_PASSWORD)
+    signature = sign(options.checkpoint, options.key, password=password, provider=options.identity_provider)
+    if options.as_json:
+        views.print_json({"path": options.checkpoint, "signature": str(signature)})
+    else:
+        print_lines(f"{options.checkpoint} -> {signature}")

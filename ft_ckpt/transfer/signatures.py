@@ -1,0 +1,65 @@
+"""Carries the signature of a checkpoint with a copy of it.
+
+A signature covers the bytes of the manifest. A copy on a disk gets exactly this manifest. A bucket needs a manifest of
+its own, with versions of objects: there a mark keeps the signature and the signed manifest, for copies from there.
+"""
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+
+from ft_ckpt.checkpoint.catalog import manifest_text, parse_manifest
+from ft_ckpt.checkpoint.guards import SIGNED
+from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest
+from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
+from ft_ckpt.errors import CheckpointError, ManifestError, MissingError
+from ft_ckpt.messages import warn
+from ft_ckpt.storage.local_disk import access_of
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.store import Store, read_text
+
+_LIMIT_BYTES = 2 * MANIFEST_LIMIT_BYTES
+
+
+@dataclass(frozen=True)
+class Signed:
+    """A signature, and the text of the manifest that it covers."""
+
+    bundle: str
+    text: str
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """None if the text is not a manifest."""
+        with suppress(ManifestError):
+            return parse_manifest(self.text, SIGNED)
+        return None
+
+
+def read_signature(store: Store) -> Signed | None:
+    """The signature of the checkpoint in `store`, not checked; None if there is none that can be read."""
+    with suppress(MissingError):
+        if isinstance(store, LocalStore):
+            return Signed(read_text(store, SIGNATURE_NAME, _LIMIT_BYTES), manifest_text(store))
+        with suppress(KeyError, TypeError, ValueError):
+            found = json.loads(read_text(store, SIGNED, _LIMIT_BYTES))
+            return Signed(str(found["bundle"]), str(found["text"]))
+    return None
+
+
+def put_signature(store: Store, signed: Signed) -> None:
+    """Put a signature beside the copy in `store`; a warning if the copy has another manifest, or it is not written."""
+    try:
+        if read_signature(store) == signed:
+            return
+        if not isinstance(store, LocalStore):
+            store.write(SIGNED, json.dumps(asdict(signed)).encode())
+            return
+        why = "" if manifest_text(store) == signed.text else "the manifest of the copy differs from the signed one"
+        if not why:
+            access = access_of(store.path(MANIFEST_NAME).stat())
+            replace(store, access=access).write(SIGNATURE_NAME, signed.bundle.encode())
+    except CheckpointError as error:
+        why = str(error)
+    if why:
+        warn(f"{store.where(SIGNATURE_NAME)}: not copied: {why}; `ft-ckpt sign` signs the copy", stacklevel=4)
