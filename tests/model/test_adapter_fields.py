@@ -1,6 +1,7 @@
 """Fields of adapter_config.json that were changed: followed as PEFT follows them, or refused."""
 
 import copy
+import os
 import random
 
 import pytest
@@ -25,9 +26,12 @@ def test_some_fields(tmp_path, method):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ALL)
-def test_every_field(tmp_path, method):
+def test_many_fields(tmp_path, method):
+    """25 of some 500 changes of each method, others with each seed: all of them take seven hours."""
     trials = FieldTrials(method, tmp_path)
-    assert not [wrong for field, value in trials.all_changes() for wrong in trials.finds(field, value)]
+    changes = trials.all_changes()
+    some = random.Random(f"{os.environ['FT_CKPT_SEED']}/{method}").sample(changes, min(25, len(changes)))
+    assert not [wrong for field, value in some for wrong in trials.finds(field, value)]
 
 
 @pytest.fixture(scope="module")
