@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +51,7 @@ class TrainerSettings:
     config: SaverConfig
     on_saved: tuple[SaveHook, ...] = ()
     has_state: bool = False  # checkpoints have training state even with the Trainer's save_only_model
+    on_resumed: Callable[[CheckpointSaver], object] | None = None
 
 
 class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
@@ -119,6 +120,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             if progress.batch and not self.__skip and not self.args.ignore_data_skip:
                 deque(self.__saver.remaining(self.__loader), 0)  # saved at the end of a pass: ends it, without a batch
             self.__random = rng.capture_generators()
+        if self.ft_ckpt.on_resumed is not None:
+            self.ft_ckpt.on_resumed(self.__saver)
         return prepared
 
     def __begin_pass(self) -> Iterator[Any]:

@@ -11,11 +11,12 @@ Trainer's.
 
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+from ft_ckpt import CheckpointSaver
 from ft_ckpt.config import keep_of, make_config
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.integrations.checkpointed import Checkpointed, TrainerSettings, overrides_method
@@ -35,6 +36,7 @@ def checkpointed(
     allow: Iterable[str] | bool = (),
     state: bool = False,
     on_saved: SaveHook | Iterable[SaveHook] | None = None,
+    on_resumed: Callable[[CheckpointSaver], object] | None = None,
     **settings: Any,
 ) -> type[Any]:
     """A subclass of `trainer_class`, `Trainer` or a class built on it, that saves and resumes through ft_ckpt.
@@ -42,14 +44,15 @@ def checkpointed(
     `keep` selects the checkpoints that stay (the Trainer's best one always does); a number means the newest n; None:
     the Trainer's `save_total_limit`, for this run's checkpoints. `allow` names items that a resume may lack. With
     `state=True` checkpoints have training state although `save_only_model=True` is set, which the Trainer requires for
-    models that `from_pretrained(distributed_config=...)` has sharded. `on_saved` and `settings` are those of
-    `CheckpointSaver`.
+    models that `from_pretrained(distributed_config=...)` has sharded. `on_resumed` is called on every
+    rank with the saver before the first step, when the run is restored or begins afresh: to invite writers, say.
+    `on_saved` and `settings` are those of `CheckpointSaver`.
 
     Raises ConfigError for invalid settings.
     """
     if "every" in settings:
         raise ConfigError("every=: the Trainer decides when to save; set save_strategy and save_steps")
-    found = TrainerSettings(keep_of(keep), allow, make_config(None, settings), hooks_of(on_saved), state)
+    found = TrainerSettings(keep_of(keep), allow, make_config(None, settings), hooks_of(on_saved), state, on_resumed)
     return _with_our_saving(trainer_class, found)
 
 

@@ -93,7 +93,7 @@ def trainer(
 
 def ours(folder: Path, **settings: Any) -> Any:
     """The same, saving and resuming through ft_ckpt."""
-    told = {name: settings.pop(name) for name in ("keep", "dtype", "state") if name in settings}
+    told = {name: settings.pop(name) for name in ("keep", "dtype", "state", "on_resumed") if name in settings}
     return trainer(folder, [FtCkptCallback(on_difference="ignore", **told)], **settings)
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.errors import ConfigError, CorruptError, NotACheckpointError, SelectionError
 from ft_ckpt.integrations import trainer_files
 from ft_ckpt.integrations.trainer import FtCkptCallback, checkpointed
+from ft_ckpt.saver import open_savers
 
 EVALUATED = {"eval_dataset": Sentences(noise=False), "eval_strategy": "steps", "eval_steps": 1}
 SHAPES = {
@@ -388,6 +390,29 @@ def test_what_cannot_work_is_refused(tmp_path):
     made.add_callback(FtCkptCallback())
     with pytest.raises(ConfigError, match="attach"):
         made.train()
+
+
+def test_writers_are_invited_before_the_first_step(tmp_path):
+    def hand_in(resumed):
+        with ft_ckpt.Writer(tmp_path / "run", "replay", timeout_seconds=60) as writer:
+            part = writer.resume()
+            resumed.append(part and part.state)
+            writer.provide(lambda: {"samples": 3})
+            writer.wait(60)
+
+    resumed = []
+    for steps in (1, 2):
+        made = ours(tmp_path / "run", max_steps=steps, on_resumed=lambda saver: saver.invite("replay"))
+        replay = threading.Thread(target=hand_in, args=(resumed,))
+        replay.start()
+        run(made, steps == 2)
+        made.callback_handler.callbacks.clear()
+        part = tmp_path / f"run/checkpoint-{steps}/state/writers/replay/state.safetensors"
+        assert ft_ckpt.load(part) == {"samples": 3}
+        for saver in open_savers():
+            saver.close()
+        replay.join(60)
+    assert resumed == [None, {"samples": 3}]
 
 
 def test_two_ranks(tmp_path):
