@@ -39,6 +39,7 @@ from ft_ckpt.checkpoint.guards import (
     read_mark,
 )
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
+from ft_ckpt.checkpoint.metrics import METRIC
 from ft_ckpt.storage.local_disk import ABANDONED_SECONDS, PREFIX
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.store import Store, Stored
@@ -81,7 +82,8 @@ def settle_in_bucket(store: Store, listed: Listed, now: float) -> Removal | None
         saving = None
         listed = {name: each for name, each in listed.items() if name != SAVING}
     spent = {each.name for each in listed.values() if is_mark(each.name) and not may_live(store, each, now)} - {SAVING}
-    spent -= {PIN, SIGNED} if committed or saving else set()
+    if committed or saving:
+        spent = {name for name in spent if not name.startswith((PIN, SIGNED, METRIC))}  # they outlive their process
     doomed = {path for name in spent if name.startswith(TOMBSTONE) for path in manifest_files(store, name)}
     is_dead = saving is not None and not committed and not may_live(store, saving, now)
     unfinished = files_of_save(listed) if is_dead and read_mark(store, SAVING).get("cleared") else set()

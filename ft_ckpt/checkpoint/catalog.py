@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ft_ckpt.checkpoint.checks import checkpoint_problems, look_again, may_pass, small_problems, stored_bytes
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, check_paths, manifest_from_json
+from ft_ckpt.checkpoint.metrics import read_metrics
 from ft_ckpt.checkpoint.signature import SignedBy, signature_problems
 from ft_ckpt.errors import (
     CheckpointError,
@@ -51,6 +53,11 @@ class CheckpointInfo:
     @property
     def name(self) -> str:
         return self.place.last_step
+
+    @cached_property
+    def metrics(self) -> Mapping[str, float]:
+        """Those of the manifest, and those measured since. Raises UnreadableError."""
+        return read_metrics(self.store, self.manifest)
 
 
 @dataclass(frozen=True)
@@ -237,8 +244,8 @@ def find_best(
     if not infos:
         return None
     name, mode = _wanted_ranking(infos, metric)
-    known = [info for info in infos if not math.isnan(info.manifest.metrics.get(name, math.nan))]
-    known.sort(key=lambda info: info.manifest.metrics[name] * (1 if mode == "min" else -1))
+    known = [info for info in infos if not math.isnan(info.metrics.get(name, math.nan))]
+    known.sort(key=lambda info: info.metrics[name] * (1 if mode == "min" else -1))
     return _first_valid(known, "the next best")
 
 
@@ -380,7 +387,7 @@ def _wanted_ranking(infos: Sequence[CheckpointInfo], metric: str | tuple[str, st
     candidates = [name for name in rankings if metric in (None, name)]
     if len(candidates) == 1:
         return candidates[0], rankings[candidates[0]]
-    known = sorted({name for info in infos for name in info.manifest.metrics})
+    known = sorted({name for info in infos for name in info.metrics})
     raise ConfigError(
         f"metric={metric!r}: expected (name, 'min' or 'max'); the run's Keep and Every rank by "
         f"{listing(sorted(rankings), ', ') or 'none'}, its checkpoints have {listing(known, ', ') or 'no metrics'}"

@@ -313,7 +313,7 @@ def _held_checkpoint(
         step=manifest.step,
         created=_created_seconds(store, manifest.created),
         number=manifest.number or 0,
-        metrics=manifest.metrics,
+        metrics=info.metrics,
         guards=(*guards, *run.guards(store)),
         valid=valid,
         has_state=STATE in kinds,

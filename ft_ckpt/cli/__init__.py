@@ -37,6 +37,7 @@ COMMANDS = {  # name: module that declares it in `add_<name>`, usage, summary
     "publish": ("engines", "CHECKPOINT URL ... [OPTIONS]", "Load a checkpoint into running servers, and check them."),
     "export": ("engines", "ADAPTER OUT --for ENGINE [OPTIONS]", "Write an adapter as an engine reads it."),
     "check-for": ("engines", "ENGINE FOLDER [OPTIONS]", "List what an engine would misread."),
+    "watch": ("watch", "RUN [OPTIONS] -- COMMAND", "Measure each new checkpoint of a run by a command."),
     "doctor": ("doctor", "PLACE [OPTIONS]", "Test a folder or bucket for everything that saves rely on."),
     "prune": ("prune", "RUN [OPTIONS]", "Delete the checkpoints that no rule keeps."),
     "pin": ("prune", "PATH [OPTIONS]", "Protect a checkpoint from every rule."),
@@ -100,7 +101,7 @@ def run_command(words: Sequence[str]) -> int:
             return _run_without_command(words or ["--help"])
         parser = _command_parser(words[0])
         # argparse cannot mix options with arguments of a varying number, unless asked to; a script's own stay its own.
-        parse = parser.parse_args if words[0] == "check-resume" else parser.parse_intermixed_args
+        parse = parser.parse_args if words[0] in ("check-resume", "watch") else parser.parse_intermixed_args
         options = parse(words[1:])
         return options.run(options) or 0
 

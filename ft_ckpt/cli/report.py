@@ -278,7 +278,7 @@ def _kept_checkpoints(
             step=info.manifest.step,
             created=info.manifest.created,
             kind=info.manifest.kind,
-            metrics=dict(info.manifest.metrics),
+            metrics=dict(info.metrics),
             size_bytes=sum(size for size, _ in sizes.values()),
             own_bytes=sum(new.values()),
             state_bytes=sum(size for size, is_state in sizes.values() if is_state),

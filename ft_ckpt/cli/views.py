@@ -42,7 +42,7 @@ def checkpoint_row(info: CheckpointInfo, report: VerifyReport) -> dict[str, Any]
         "kind": manifest.kind,
         "parts": [part.name for part in manifest.parts if part.kind != STATE],
         "state": any(part.kind == STATE for part in manifest.parts),
-        "metrics": dict(manifest.metrics),
+        "metrics": dict(info.metrics),
         "pinned": guards.pin_reason(info.place) is not None,
         "valid": report.ok,
         "problems": list(report.problems),
@@ -71,7 +71,7 @@ def ranked_metrics(infos: Iterable[CheckpointInfo]) -> list[str]:
     """The metrics of a run by importance: those that it ranks by, the loss, those of evaluations, others."""
     infos = list(infos)
     ranked = {name for info in infos for name in info.manifest.rankings}
-    known = dict.fromkeys(name for info in infos for name in info.manifest.metrics)
+    known = dict.fromkeys(name for info in infos for name in info.metrics)
 
     def metric_weight(name: str) -> tuple[bool, bool, bool]:
         return name not in ranked, name not in ("eval_loss", "loss"), not name.startswith("eval_")
@@ -102,11 +102,11 @@ def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
     """Print metrics and each part's tensors: name, shape, dtype, size, and file if there are several."""
     manifest = info.manifest
     if as_json:
-        print_json({"path": info.path, **vars(manifest)})
+        print_json({"path": info.path, **vars(manifest), "metrics": info.metrics})
         return
     print_lines(f"{info.path}: {manifest.kind}, step {_or_dash(manifest.step)}, {human_moment(manifest.created)}")
-    if manifest.metrics:
-        print_lines(", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items()))
+    if info.metrics:
+        print_lines(", ".join(f"{name} {value:.6g}" for name, value in info.metrics.items()))
     for part in manifest.parts:
         _show_part(part)
     if writers := parts_of(manifest):

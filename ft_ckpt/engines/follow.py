@@ -1,16 +1,14 @@
 """Publishes the checkpoints of a run as they come: from the process that trains, or from one that watches the run."""
 
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
+from ft_ckpt.checkpoint.catalog import CheckpointInfo
+from ft_ckpt.checkpoint.follow import POLL_SECONDS, Follower, key_of
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.engines.client import Client
 from ft_ckpt.engines.publish import PublishOptions, PublishReport, publish_with
@@ -19,9 +17,6 @@ from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, Unreadable
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.storage.place import Place, location_name, open_place
 from ft_ckpt.transfer.push import PushQueue
-
-_POLL_SECONDS = 2.0
-_MOST_REFUSALS = 2  # of one checkpoint, by servers that are up
 
 
 def publish_goal(given: str | Sequence[str] | Mapping[str, Any]) -> tuple[list[str], PublishOptions]:
@@ -130,68 +125,32 @@ class Publisher:
 
 
 @dataclass(eq=False)
-class _Follower:
-    """What was done with the checkpoints of a run so far."""
-
-    run: Place
+class _PublishingFollower(Follower):
     urls: Sequence[str]
     options: PublishOptions
     on_published: Callable[[PublishReport], object]
-    on_trouble: Callable[[str], object]
-    settled: set[tuple[str, str]] = field(default_factory=set)  # published, skipped, or older than those
-    seen: set[tuple[str, str]] = field(default_factory=set)
-    skipped: set[str] = field(default_factory=set)  # what was told of checkpoints that are skipped
-    outages: set[str] = field(default_factory=set)  # what was told of errors that may pass, since the last publish
-    refusals: dict[tuple[str, str], int] = field(default_factory=dict)
     published: int = 0
-    open_error: CheckpointError | None = None  # of the newest checkpoint, which is tried again
 
-    def look(self) -> bool:
-        """Publish the newest checkpoint that is not settled; returns whether one was new."""
-        try:
-            listed = list_checkpoints(self.run)
-        except CheckpointError as error:
-            self.tell_once(f"{error}; trying again", self.outages)
-            return False
-        for path, problem in listed.damaged.items():
-            self.tell_once(f"{path}: skipped: {problem}", self.skipped)
-        infos = [info for info in listed.found if not info.manifest.made_from]
-        new = {_key(info) for info in infos} - self.seen
-        self.seen |= new
-        if waiting := [info for info in infos if _key(info) not in self.settled]:
-            self.publish(waiting[-1], infos)
-        return bool(new)
-
-    def publish(self, info: CheckpointInfo, infos: Sequence[CheckpointInfo]) -> None:
+    def visit(self, waiting: Sequence[CheckpointInfo], infos: Sequence[CheckpointInfo]) -> None:
+        """Publish the newest; then all older ones are settled."""
+        info = waiting[-1]
         try:
             report = publish_with(info.place, self.urls, self.options)
         except (TargetError, UnreadableError) as error:
-            self.retry(info, error)
+            self.retry(info, error, counts=self.all_answer())
         except ConfigError as error:
             if not self.published:
                 raise
-            self.retry(info, error)  # a proxy answers where the server is being started again
+            # a proxy answers where the server is being started again
+            self.retry(info, error, counts=self.all_answer())
         except CheckpointError as error:
             self.skip(info, error)
         else:
-            self.settled |= {_key(each) for each in infos[: infos.index(info) + 1]}
+            self.settled |= {key_of(each) for each in infos[: infos.index(info) + 1]}
             self.published += 1
-            self.open_error = None
+            self.errors.clear()
             self.outages.clear()
             self.on_published(report)
-
-    def retry(self, info: CheckpointInfo, error: CheckpointError) -> None:
-        self.open_error = error
-        refusals = self.refusals[_key(info)] = self.refusals.get(_key(info), 0) + self.all_answer()
-        if refusals >= _MOST_REFUSALS:
-            self.skip(info, error)
-        else:
-            self.tell_once(f"{error}; trying again", self.outages)
-
-    def skip(self, info: CheckpointInfo, error: CheckpointError) -> None:
-        self.settled.add(_key(info))
-        self.open_error = error
-        self.tell_once(f"{info.path}: skipped: {error}", self.skipped)
 
     def all_answer(self) -> bool:
         try:
@@ -201,11 +160,6 @@ class _Follower:
             return False
         return True
 
-    def tell_once(self, text: str, told: set[str]) -> None:
-        if text not in told:
-            told.add(text)
-            self.on_trouble(text)
-
 
 def follow_run(
     run: str | Path | Place,
@@ -213,7 +167,7 @@ def follow_run(
     options: PublishOptions,
     *,
     idle_seconds: float | None = None,
-    poll_seconds: float = _POLL_SECONDS,
+    poll_seconds: float = POLL_SECONDS,
     on_published: Callable[[PublishReport], object] = lambda report: None,
     on_trouble: Callable[[str], object] = warn,
 ) -> int:
@@ -227,40 +181,6 @@ def follow_run(
     Raises ConfigError for options and servers that cannot be. At the end for want of new checkpoints it raises the
     error of the newest one, if that was not published.
     """
-    follower = _Follower(open_place(run), urls, options, on_published, on_trouble)
-    quiet_since = time.monotonic()
-    with _stop_on_signal() as stop:
-        while not stop.is_set():
-            if follower.look():
-                quiet_since = time.monotonic()
-            elif idle_seconds is not None and time.monotonic() - quiet_since >= idle_seconds:
-                if follower.open_error is not None:
-                    raise follower.open_error
-                break
-            stop.wait(poll_seconds)
+    follower = _PublishingFollower(open_place(run), on_trouble, urls, options, on_published)
+    follower.follow(idle_seconds, poll_seconds)
     return follower.published
-
-
-def _key(info: CheckpointInfo) -> tuple[str, str]:
-    return info.name, info.manifest.created
-
-
-@contextmanager
-def _stop_on_signal() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set; a second signal acts as it did before. Only in the main thread."""
-    stop, before = threading.Event(), dict[int, Any]()
-
-    def put_back() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def note(*_: object) -> None:
-        stop.set()
-        put_back()
-
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        put_back()

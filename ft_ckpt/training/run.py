@@ -403,7 +403,7 @@ class TrainingRun:
         if self._saves >= least and self._absent:
             warn(
                 f"{listing(sorted(self._absent), ', ')}: checkpoints are ranked by it, and no save had it; pass it to "
-                "saver.step(metrics) or saver.save_state(metrics=...)",
+                "saver.step(metrics) or saver.save_state(metrics=...), or let `ft-ckpt watch` measure it",
                 stacklevel=5,
             )
             self._absent = set()

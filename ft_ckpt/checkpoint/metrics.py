@@ -1,0 +1,55 @@
+"""Metrics that were measured after a save: a mark for each in the checkpoint's folder.
+
+The manifest stays as it is, so that readers, copies and signatures do not see another checkpoint. A mark names the save
+that was measured; after an overwrite it is ignored.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from urllib.parse import quote
+
+from ft_ckpt.checkpoint.manifest import Manifest
+from ft_ckpt.errors import ConfigError, CorruptError, UnreadableError
+from ft_ckpt.storage.local_disk import PREFIX
+from ft_ckpt.storage.store import Store, read_text
+
+METRIC = f"{PREFIX}metric-"  # prefix of the names; the metric follows, percent-encoded
+_LIMIT_BYTES = 4 << 10
+_LONGEST_NAME = 200  # bytes, of a file name's 255
+
+
+def read_metrics(store: Store, manifest: Manifest) -> Mapping[str, float]:
+    """The metrics of the checkpoint in `store`: those of its manifest, and those measured since.
+
+    Raises UnreadableError when a mark cannot be read now.
+    """
+    found = dict(manifest.metrics)
+    for each in store.list_folder().objects:
+        if each.name.startswith(METRIC):
+            try:
+                mark = json.loads(read_text(store, each.name, _LIMIT_BYTES))
+                if mark["created"] == manifest.created:
+                    found[str(mark["metric"])] = float(mark["value"])
+            except UnreadableError:
+                raise
+            except (CorruptError, KeyError, RecursionError, TypeError, ValueError):  # damaged, or deleted since
+                continue
+    return found
+
+
+def check_metric(name: str) -> None:
+    """Raise ConfigError for a name that no mark can have."""
+    if not name or len(quote(name, safe="")) > _LONGEST_NAME:
+        raise ConfigError(f"metric {name!r}: expected 1 to {_LONGEST_NAME} bytes, percent-encoded")
+
+
+def write_metric(store: Store, manifest: Manifest, name: str, value: float) -> None:
+    """Write a metric of the checkpoint in `store`, durably, in place of an older value; it must be leased.
+
+    Raises ConfigError as `check_metric` does, and TargetError.
+    """
+    check_metric(name)
+    shown = value if math.isfinite(value) else str(value)
+    mark = {"metric": name, "value": shown, "created": manifest.created}
+    store.write(METRIC + quote(name, safe=""), json.dumps(mark).encode())

@@ -1,0 +1,46 @@
+"""The command `watch`."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING
+
+from ft_ckpt.cli import views
+from ft_ckpt.cli.options import add_json, bounded, print_lines
+
+if TYPE_CHECKING:
+    from ft_ckpt.checkpoint.evaluate import Evaluation
+
+
+def add_watch(parser: ArgumentParser) -> None:
+    parser.add_argument("run_folder", metavar="RUN", help="Folder or URL of the run.")
+    parser.add_argument(
+        "command", metavar="COMMAND", nargs="+", help="After --: the command, with {path} for the checkpoint's path."
+    )
+    parser.add_argument("--metric", default="score", metavar="NAME", help="Name of the number (default: score).")
+    parser.add_argument(
+        "--idle", type=bounded(float, 0), metavar="SECONDS", help="End after so long without a new checkpoint."
+    )
+    add_json(parser)
+    parser.set_defaults(run=_watch)
+
+
+def _watch(options: Namespace) -> None:
+    """Run COMMAND once on each checkpoint of RUN that has no such metric, until a signal. Its last line of output, a
+    number or a JSON object of numbers, becomes metrics of the checkpoint, which ls, best and prune use.
+    """
+    from ft_ckpt.checkpoint.evaluate import evaluate_run
+
+    evaluate_run(
+        options.run_folder, options.command, options.metric, idle_seconds=options.idle,
+        on_evaluated=lambda found: _print_evaluation(found, as_json=options.as_json),
+        on_trouble=lambda text: print_lines(f"ft-ckpt: {text}", file=sys.stderr),
+    )  # fmt: skip
+
+
+def _print_evaluation(found: "Evaluation", *, as_json: bool) -> None:
+    if as_json:
+        views.print_json({**vars(found), "path": str(found.path)})
+    else:
+        numbers = ", ".join(f"{name} {value:.6g}" for name, value in found.metrics.items())
+        print_lines(f"{found.path}: {numbers}, {found.seconds:.1f} s")
+    sys.stdout.flush()  # at once: a command may take hours
