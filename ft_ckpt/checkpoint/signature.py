@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
-from ft_ckpt.errors import ConfigError, CorruptError, MissingError, TargetError, shown
+from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, MissingError, TargetError, UnreadableError, shown
 from ft_ckpt.messages import printable
 from ft_ckpt.storage.local_disk import PREFIX, walk_tree
 from ft_ckpt.storage.local_store import folder_of, temporary_store
@@ -21,6 +21,7 @@ from ft_ckpt.storage.store import Store, read_text
 SIGNATURE_NAME = "model.sig"  # as the library names it
 SignedBy: TypeAlias = str | os.PathLike[str] | tuple[str, str]  # PEM file of a public key, or (identity, provider)
 _LIMIT_BYTES = 64 << 20
+_EXPECTED = "expected a PEM file, elliptic curve P-256, P-384 or P-521"
 _UNSIGNED = (SIGNATURE_NAME, f"{PREFIX}pin")  # recorded in the bundle, for readers without ft_ckpt
 
 
@@ -29,20 +30,19 @@ def make_signature(
 ) -> bytes:
     """The bundle for the checkpoint whose open files are in `opened`; without `key`, by Sigstore's keyless way.
 
-    Raises ConfigError for an unusable key, or without the library; TargetError when Sigstore gives no signature.
+    Raises ConfigError for an unusable key, or without the library; TargetError when Sigstore cannot be used now.
     """
     (hashing, signing, _), folder = _libraries(), folder_of(opened)
     config = signing.Config().set_hashing_config(_ListedFiles(_hashing_of(hashing), manifest))
     if key is None:
-        config.use_sigstore_signer(oidc_issuer=provider, use_ambient_credentials=True)
+        with _explained("Sigstore: cannot be used now", TargetError):
+            config.use_sigstore_signer(oidc_issuer=provider, use_ambient_credentials=True)
     else:
-        with _explained_key(key, "private"):
+        with _explained(f"{os.fspath(key)}: not usable as a private key, {_EXPECTED}"):
             config.use_elliptic_key_signer(private_key=Path(key), password=password and password.encode())
     with temporary_store(prefix="ft_ckpt-sign-") as room:
-        try:
+        with _explained(f"{folder.name}: not signed", TargetError):
             config.sign(folder, room.folder / SIGNATURE_NAME)
-        except Exception as error:
-            raise TargetError(f"{folder.name}: not signed: {shown(error)}") from error
         return room.read(SIGNATURE_NAME)
 
 
@@ -50,17 +50,19 @@ def signature_problems(origin: Store, opened: Store, manifest: Manifest, signed_
     """The reasons why the checkpoint at `origin`, with its open files in `opened`, is not signed by `signed_by`.
 
     `signed_by`: the path of a public key, or (identity, provider) of a keyless signature. Every file is read. Raises
-    ConfigError for a checkpoint in a bucket, an unusable key, or without the library.
+    ConfigError for a checkpoint in a bucket, an unusable key, or without the library; UnreadableError when Sigstore
+    cannot be used now.
     """
     unlisted, folder = unlisted_files(folder_of(origin), manifest), folder_of(opened)
     hashing, _, verifying = _libraries()
     config = verifying.Config().set_hashing_config(_ListedFiles(_hashing_of(hashing), manifest))
     if isinstance(signed_by, tuple):
         signer = f"{signed_by[0]} ({signed_by[1]})"
-        config.use_sigstore_verifier(identity=signed_by[0], oidc_issuer=signed_by[1])
+        with _explained("Sigstore: cannot be used now", UnreadableError):
+            config.use_sigstore_verifier(identity=signed_by[0], oidc_issuer=signed_by[1])
     else:
         signer = os.fspath(signed_by)
-        with _explained_key(signer, "public"):
+        with _explained(f"{signer}: not usable as a public key, {_EXPECTED}"):
             config.use_elliptic_key_verifier(public_key=Path(signer))
     gained = [f"{name}: not signed; move it away" for name in unlisted]
     try:
@@ -120,9 +122,9 @@ def _libraries() -> tuple[Any, Any, Any]:
 
 
 @contextmanager
-def _explained_key(key: str | os.PathLike[str], kind: str) -> Iterator[None]:
+def _explained(what: str, kind: type[CheckpointError] = ConfigError) -> Iterator[None]:
+    """Raise an error of the library as one of ours."""
     try:
         yield
     except Exception as error:
-        expected = "expected a PEM file, elliptic curve P-256, P-384 or P-521"
-        raise ConfigError(f"{os.fspath(key)}: not usable as a {kind} key ({shown(error)}); {expected}") from error
+        raise kind(f"{what} ({shown(error)})") from error

@@ -396,6 +396,8 @@ def test_a_model_is_loaded_only_if_it_is_signed(tmp_path: Path, keys: tuple[Path
         load(require_signature=keys[1])
     ft_ckpt.sign(path, keys[0])
     assert load(require_signature=keys[1]) is not None
+    with pytest.raises(ConfigError, match="final: not on this machine's disks"):
+        ft_ckpt.load_model(in_bucket(path), require_signature=keys[1])
     changes: list[tuple[str, Callable[[], object]]] = [
         ("Signature mismatch.*generation_config.json", (path / "generation_config.json").unlink),
         ("tokenizer.json: not signed", lambda: (path / "tokenizer.json").write_text("{}")),
