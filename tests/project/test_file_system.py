@@ -14,7 +14,7 @@ HARMLESS = {
     *("PathLike", "fspath", "fsencode", "fsdecode", "pathsep", "sep"),  # names of files
     *("environ", "getenv", "getpid", "getppid", "getuid", "kill", "register_at_fork", "urandom", "strerror"),
     *("PRIO_PROCESS", "cpu_count", "getpriority", "sched_getaffinity", "setpriority"),
-    *("_exit", "sysconf"),
+    *("_exit", "killpg", "sysconf", "SEEK_END"),
 }
 OF_PATHS = {
     *("exists", "is_dir", "is_file", "is_symlink", "lstat", "samefile", "glob", "iterdir", "rglob"),
@@ -27,6 +27,8 @@ STORAGE = {"direct_io", "libc", "local_disk", "local_file", "local_store", "lock
 STORAGE |= {"scratch", "trials"}  # files for libraries that want paths; trials of a file system
 # The commit protocol of folders, its recovery and its opposite, locks of readers, and open files kept open.
 CHECKPOINT = {"commit", "delete", "guards", "open_checkpoint"}
+# Signatures of folders on a disk, by a library that reads paths; a signature beside a copy.
+SIGNATURES = {"checkpoint/sign", "checkpoint/signature", "transfer/signatures"}
 # Standard output; the descriptor that a child process is given, which imports no store.
 STREAMS = {"cli/options", "formats/hdf5_probe"}
 
@@ -54,6 +56,6 @@ def test_who_knows_the_file_system():
         for path in ROOT.rglob("*.py")
     }
     known = {name: why for name, why in found.items() if why}
-    allowed = {f"storage/{name}" for name in STORAGE} | {f"checkpoint/{name}" for name in CHECKPOINT}
+    allowed = {f"storage/{name}" for name in STORAGE} | {f"checkpoint/{name}" for name in CHECKPOINT} | SIGNATURES
     assert {name: why for name, why in known.items() if name not in allowed | STREAMS} == {}, "ask a store"
     assert allowed - known.keys() == set(), "no longer: take them off the list"
