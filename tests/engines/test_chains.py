@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import EngineFiles
 from engine_server import serving
-from s3_server import S3
 from safetensors.torch import load_file, save_file
 
 import ft_ckpt
@@ -52,13 +51,11 @@ def append(path: Path, chain: Path | str) -> PublishReport:
 
 @pytest.mark.parametrize("place", ["folder", "bucket"])
 def test_a_server_follows_a_chain_while_a_run_appends_to_it(
-    files: EngineFiles, tmp_path: Path, place: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    files: EngineFiles, tmp_path: Path, place: str, request: pytest.FixtureRequest
 ) -> None:
     chain = str(tmp_path / "shared/policy")
     if place == "bucket":
-        s3: S3 = request.getfixturevalue("s3")
-        for name, value in s3.environment().items():
-            monkeypatch.setenv(name, value)
+        request.getfixturevalue("s3")
         chain = "s3://bucket/policy"
     run, stage, reports, troubles = tmp_path / "run", tmp_path / "stage", list[PublishReport](), list[str]()
 
