@@ -323,8 +323,8 @@ def open_session(
 ) -> OpenSession:
     """Open a session for `writers` (True: optional), whose processes continue from the checkpoint `last` with `parts`.
 
-    Raises WriterError for writers without a part there, and parts without a writer, that `allow` does not
-    name; TargetError while another process has a session open.
+    Raises WriterError for writers without a part there, and parts without a writer, that `allow` does not name;
+    TargetError while another process has a session open.
     """
     check_writer_names(writers)
     optional = tuple(name for name, is_optional in writers.items() if is_optional)

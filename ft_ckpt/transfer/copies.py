@@ -100,8 +100,8 @@ def copy_open(
     """Copy what `manifest` lists of an open checkpoint to `goal`, see `copy`.
 
     With `renews`, the digests of an existing copy are compared, and a damaged one is replaced. `heed` is called for
-    each piece of a file, in several threads; an error that it raises ends the copy. With `exact`, the very `manifest`
-    is committed, on a disk.
+    each piece of a file, in several threads; an error that it raises ends the copy. With `exact`, `manifest` is
+    committed unchanged, on a disk.
     """
     begun, size_bytes = time.monotonic(), sum(file.size_bytes for file in manifest.files)
     signed = read_signature(held.origin)

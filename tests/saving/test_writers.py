@@ -1,5 +1,6 @@
 """One checkpoint, many writers: processes beside the trainer hand in their parts, and get them back."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -374,6 +375,29 @@ def test_in_a_bucket(s3: S3) -> None:
         assert part is not None
         assert (part.step, part.state) == (2, {"seed": 3})
     assert not [each.name for each in run.folder.list() if ROOM in each.name]
+
+
+def test_what_a_writer_cannot_resume(tmp_path: Path) -> None:
+    with trainer(tmp_path) as saver:
+        saver.invite("replay")
+        writer = Writer(tmp_path, "replay")
+        writer.put(1, files={"log.txt": b"1"})
+        stepped(saver, 1)
+        with pytest.raises(WriterError, match=r"the part of replay has files; give resume\(\) a folder"):
+            writer.resume()
+        delete_state(tmp_path / "checkpoint-1")
+        with pytest.raises(WriterError, match="another checkpoint than the one that the trainer continues from"):
+            writer.resume(tmp_path / "back")
+
+
+def test_a_trainer_whose_session_was_taken_over_commits_nothing(tmp_path: Path) -> None:
+    with trainer(tmp_path) as saver:
+        saver.invite("replay")
+        file = tmp_path / ROOM / "session.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "token": "of another trainer"}))
+        with pytest.raises(WriterError, match=r"step 1: .*session\.json: process \d+ on .* trains this run"):
+            stepped(saver, 1)
+        assert not (tmp_path / "checkpoint-1").exists()
 
 
 def test_where_writers_cannot_be_invited(tmp_path: Path) -> None:
