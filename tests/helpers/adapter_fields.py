@@ -117,8 +117,9 @@ class FieldTrials:
         again = copy.deepcopy(other)
         base = {id(one) for one in again.get_base_model().parameters() if one.shape in self.shapes_of_base}
         with torch.no_grad():
-            for parameter in again.parameters():
-                if id(parameter) not in base and parameter.is_floating_point():
+            for name, parameter in again.named_parameters():
+                # AdaLoRA's `ranknum` is no weight: PEFT makes it of the config and stores it nowhere.
+                if id(parameter) not in base and parameter.is_floating_point() and "ranknum" not in name:
                     parameter.mul_(1.5)
         CheckpointSaver().resume(self.out, model=again)
         return logits(again)
