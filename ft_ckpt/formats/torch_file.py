@@ -16,6 +16,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -724,12 +725,15 @@ class _PickledArray:
 _ARRAYS = dict.fromkeys(("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"))
 
 
-def load_torch_values(file: RawFile, *, places: bool = False) -> Any:
+def load_torch_values(
+    file: RawFile, *, places: bool = False, objects: Mapping[str, Callable[[Passive], Any]] = MappingProxyType({})
+) -> Any:
     """The object in an open file, its tensors mapped from it; with `places` they stay `TensorPlace`.
 
-    Raises LoadError naming values that are neither tensors nor plain data, CorruptError when the file is damaged.
+    `objects`: functions that give the values of stand-ins, by the full names of their classes. Raises LoadError naming
+    other values that are neither tensors nor plain data, CorruptError when the file is damaged.
     """
-    return _real_value(load_torch_zip(file, rules=PickleRules(_find_with_arrays)), file.name, places)
+    return _real_value(load_torch_zip(file, rules=PickleRules(_find_with_arrays)), file.name, places, objects)
 
 
 def find_plain_value(full: str) -> Any:
@@ -742,7 +746,7 @@ def _find_with_arrays(full: str) -> Any:
     return Call(_PickledArray) if full in _ARRAYS else find_plain_value(full)
 
 
-def _real_value(value: Any, name: str, places: bool) -> Any:
+def _real_value(value: Any, name: str, places: bool, objects: Mapping[str, Callable[[Passive], Any]]) -> Any:
     """The value that `value`, at the path `name`, describes."""
     if isinstance(value, TensorPlace):
         return value if places else strided_tensor(value)
@@ -750,9 +754,11 @@ def _real_value(value: Any, name: str, places: bool) -> Any:
         return value.real_array()
     if isinstance(value, dict):
         kind = OrderedDict if isinstance(value, OrderedDict) else dict
-        return kind((key, _real_value(one, f"{name}: {key}", places)) for key, one in value.items())
+        return kind((key, _real_value(one, f"{name}: {key}", places, objects)) for key, one in value.items())
     if type(value) in (list, tuple):
-        return type(value)(_real_value(one, f"{name}: {place}", places) for place, one in enumerate(value))
+        return type(value)(_real_value(one, f"{name}: {place}", places, objects) for place, one in enumerate(value))
+    if isinstance(value, Passive) and value.kind in objects:
+        return objects[value.kind](value)
     if isinstance(value, (Passive, Call, UnreadableTensor, type)):
         kind_name = value.kind if isinstance(value, UnreadableTensor) else kind_of_leaf(value)
         raise LoadError(f"{name}: a {kind_name}, expected tensors and plain data; nothing of it was run")

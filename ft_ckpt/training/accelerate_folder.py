@@ -229,17 +229,7 @@ def _read_tensor(value: Any) -> Any:
 
 def _generators_of(states: Mapping[str, Any]) -> rng.State:
     """The random states of one rank as `rng.restore_generators` takes them."""
-    _kind, words, position, has_gauss, gauss = states["numpy_random_seed"]
-    generators: rng.State = {
-        "python": rng.python_state(states["random_state"]),
-        "numpy": {
-            "bit_generator": "MT19937",
-            "state": {"key": words, "pos": int(position)},
-            "has_gauss": int(has_gauss),
-            "gauss": float(gauss),
-        },
-        "torch": states["torch_manual_seed"],
-    }
+    generators = rng.plain_states(states["random_state"], states["numpy_random_seed"], states["torch_manual_seed"])
     for key, value in states.items():
         device = re.fullmatch(r"torch_(\w+)_manual_seed", key)
         if device is not None and isinstance(value, (list, tuple)):

@@ -278,8 +278,10 @@ def _prepared_objects(accelerator: Any, registered: Mapping[str, Any]) -> list[t
     found = [(f"model_{i}", m) for i, m in enumerate(models, 1)]
     found += [(_numbered_name("optimizer", i), o) for i, o in enumerate(getattr(accelerator, "_optimizers", ()))]
     found += [(_numbered_name("scheduler", i), s) for i, s in enumerate(getattr(accelerator, "_schedulers", ()))]
-    if (wrapped := getattr(accelerator, "deepspeed_engine_wrapped", None)) is not None:
-        found.append((ENGINE, EngineCounters(wrapped.engine)))
+    wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    engine = main if wrapped is None else wrapped.engine
+    if hasattr(engine, "global_samples"):  # DeepSpeed's, with or without Accelerate
+        found.append((ENGINE, EngineCounters(engine)))
     if getattr(accelerator, "scaler", None) is not None:
         found.append(("scaler", accelerator.scaler))
     return found + [(_numbered_name("custom", i), o) for i, o in enumerate(getattr(accelerator, "_custom_objects", ()))]

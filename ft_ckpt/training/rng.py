@@ -147,6 +147,18 @@ def python_state(state: tuple[Any, ...]) -> State:
     return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
 
 
+def plain_states(python: tuple[Any, ...], numpy: tuple[Any, ...], cpu: Any) -> State:
+    """What `random.getstate`, `numpy.random.get_state` and `torch.get_rng_state` returned, as `capture_generators`."""
+    _kind, words, position, has_gauss, gauss = numpy
+    legacy = {
+        "bit_generator": "MT19937",
+        "state": {"key": words, "pos": int(position)},
+        "has_gauss": int(has_gauss),
+        "gauss": float(gauss),
+    }
+    return {"python": python_state(python), "numpy": legacy, "torch": cpu}
+
+
 def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
     """The argument of `random.setstate`. Raises CorruptError for values of other types, which it would convert."""
     words, gauss = tuple(int(word) for word in state["words"]), state["gauss"]

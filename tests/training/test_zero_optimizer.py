@@ -16,10 +16,12 @@ TWO = [
     *("weights_alone/zero2_bf16", "scaled/zero2_bf16", "counted/zero2", "unfinished/zero1", "unfinished/zero2"),
     *("unfinished/zero1_bf16_gradients32", "from_plain/zero2", "from_plain/zero2_bf16", "to_plain/zero1"),
     *("leave/zero1", "leave/zero2_bf16", "leave/zero2_bf16_robin", "leave/zero1_bf16_gradients32", "accelerate/zero2"),
+    *("grpo/zero2_bf16", "grpo_refused/zero2_bf16"),
     *("whole/zero3", "whole/zero3_bf16", "whole/zero3_bf16_offload", "whole/zero3_bf16_subgroups_persistent"),
     *("young/zero3", "partly/zero3", "refused/zero3", "lifted/zero3", "scaled/zero3_bf16", "unfinished/zero3"),
     *("counted/zero3", "leave/zero3", "leave/zero3_bf16_subgroups_persistent", "from_plain/zero3"),
     *("weights_alone/zero3_bf16", "from_plain/zero3_bf16", "to_plain/zero3", "accelerate/zero3"),
+    *("grpo/zero3_bf16", "grpo_refused/zero3_bf16"),
 ]
 ONE = [
     *("whole/zero1", "whole/zero2_bf16", "arrive/zero1:zero2", "arrive/zero2_bf16:zero2_bf16"),
@@ -68,7 +70,9 @@ def run(folder, launch, ranks, cases):
     return run_cases("zero_optimizer", cases, folder / launch, ranks, 280, {**DEEPSPEED, "LEFT": str(folder)})
 
 
-@pytest.mark.parametrize("case", sampled(TWO, "whole/zero1", "partly/zero2", "unfinished/zero2", "whole/zero3_bf16"))
+@pytest.mark.parametrize(
+    "case", sampled(TWO, "whole/zero1", "partly/zero2", "unfinished/zero2", "grpo/zero2_bf16", "whole/zero3_bf16")
+)
 def test_on_two_ranks(on_two, case):
     assert on_two[case] == ""
 

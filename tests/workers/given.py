@@ -5,6 +5,7 @@ A function for each page, called by the page's name with the number of the scrip
 
 import copy
 import os
+import random
 import socket
 import time
 import warnings
@@ -14,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import models
+import numpy as np
 import torch
 import trainers
 from accelerate import Accelerator
@@ -197,7 +199,34 @@ def on_lightning(script: int) -> dict[str, Any]:
 
 
 def on_open_instruct(script: int) -> dict[str, Any]:
-    return {**on_ppo(script), "model": models.lora()}
+    return on_grpo_state() if script else {**on_ppo(script), "model": models.lora()}
+
+
+def on_grpo_state() -> dict[str, Any]:
+    """A DeepSpeed engine of one rank, and the folder that open-instruct's trainer has left of its second step."""
+    import deepspeed
+
+    os.environ["LOCAL_RANK"] = "0"
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+
+    def make_engine() -> Any:
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+        given = {"optimizer": optimizer, "lr_scheduler": scheduler, "dist_init_required": False}
+        return deepspeed.initialize(model=model, config={**config, "zero_allow_untested_optimizer": True}, **given)[0]
+
+    def train_one_step(engine: Any) -> None:
+        engine.backward(engine(torch.randn(2, 4).bfloat16()).float().square().mean())
+        engine.step()
+
+    left = make_engine()
+    client = {"training_step": 2, "episode": 128, "num_total_tokens": 9000, "dataloader_state": {"training_step": 2}}
+    states = {"torch_cpu_rng_state": torch.get_rng_state(), "numpy_rng_state": np.random.get_state()}
+    states["python_rng_state"] = random.getstate()
+    left.save_checkpoint("out/state", client_state={**client, "rng_states": states, "rank": 0})
+    return {"engine": make_engine(), "train_one_step": train_one_step}
 
 
 class EarlyStopping:

@@ -6,11 +6,14 @@ for another with another number of ranks is in the folder LEFT of the environmen
 
 import json
 import os
+import random
+import zipfile
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +26,9 @@ from ft_ckpt.distributed.ranks import current_ranks
 from ft_ckpt.distributed.sharding import Box
 from ft_ckpt.distributed.source import Source, box_memories
 from ft_ckpt.distributed.tensors import ModelTensors
-from ft_ckpt.errors import LoadError, SelectionError
+from ft_ckpt.errors import CorruptError, LoadError, NotACheckpointError, RankError, SelectionError
+from ft_ckpt.integrations.open_instruct_state import ClientState, load_checkpoint_state, save_checkpoint_state
+from ft_ckpt.saver import CheckpointSaver
 from ft_ckpt.training import optimizers, zero_optimizer
 from ft_ckpt.training.zero_optimizer import EngineCounters
 
@@ -453,11 +458,154 @@ def accelerate(case: str, folder: Path) -> None:
     as_deepspeed_sees_it(prepared, capture(prepared)[1])
 
 
+class MakesFolder:
+    """A pickle of it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+CLIENT = {
+    "training_step": 2,
+    "episode": 64,
+    "num_total_tokens": 4711,
+    "dataloader_state": {"training_step": 2, "current_epoch": 0},
+    "data_prep_actor_state": {
+        "training_step": 3,
+        "last_consumed_step": 2,
+        "iter_dataloader_state": {"epoch": 1, "batches_processed": 3, "excluded_indices": [5, 8]},
+    },
+}
+
+
+def scheduled(case: str, lr: float = 0.02) -> Any:
+    live = engine(case, lr)
+    live.lr_scheduler = torch.optim.lr_scheduler.LinearLR(live.optimizer.optimizer, 1.0, 0.1, 10)
+    return live
+
+
+def train_on_noise(live: Any, steps: int, shared: bool) -> list[float]:
+    """The losses of batches from the global random numbers; `shared`, those of rank 0."""
+    losses = []
+    for _ in range(steps):
+        tokens = (torch.randint(13, (2, 6)) + random.randrange(13) + np.random.randint(13)) % 13
+        if shared:
+            dist.broadcast(tokens, 0)
+        loss = live(tokens)
+        live.backward(loss)
+        live.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
+
+
+def save_as_open_instruct(live: Any, folder: Path, client: Mapping[str, Any]) -> None:
+    """As `save_checkpoint_state` of grpo_fast.py does it."""
+    states = {
+        "torch_cpu_rng_state": torch.get_rng_state(),
+        "numpy_rng_state": np.random.get_state(),
+        "python_rng_state": random.getstate(),
+    }
+    live.save_checkpoint(str(folder), client_state={**client, "rng_states": states, "rank": RANK})
+
+
+def grpo(case: str, folder: Path) -> None:
+    """From the folder of open-instruct's trainer through a checkpoint of ours to such a folder, to the bit."""
+    folder, shared = folder / f"grpo-{case}", "zero3" not in case
+    live = scheduled(case)
+    seed(RANK)
+    train_on_noise(live, 2, shared)
+    save_as_open_instruct(live, folder / "theirs", CLIENT)
+    losses = train_on_noise(live, 2, shared)
+    after = capture(live)
+
+    live, client = scheduled(case, lr=0.5), ClientState()
+    seed(99)
+    report = load_checkpoint_state(live, folder / "theirs", client)
+    lost = "rng: absent: on rank 1: the folder has rank 0's alone; this rank goes on with those it has"
+    assert report.problems == ((lost,) if shared else ()), report.problems
+    assert client == CLIENT
+    assert {item.name for item in report.items} == {"weights", "optimizer", "scheduler", "rng", *CLIENT}
+    with CheckpointSaver(directory=folder / "ours") as saver:
+        saver.register(model=live, optimizer=live.optimizer, scheduler=live.lr_scheduler, client=client)
+        saver.step(step=client["training_step"])
+        saver.save_state()
+    assert train_on_noise(live, 2, shared) == losses
+    again = capture(live)
+    again[0]["counters"]["micro_steps"] += 2  # DeepSpeed counts these from 0
+    assert again[0] == after[0]
+    same(again[1], after[1])
+
+    live, client = scheduled(case, lr=0.5), ClientState()
+    with CheckpointSaver(directory=folder / "ours") as saver:
+        saver.register(model=live, optimizer=live.optimizer, scheduler=live.lr_scheduler, client=client)
+        assert saver.resume().step == 2
+    assert (client, live.global_steps) == (CLIENT, 2)
+    save_checkpoint_state(live, folder / "again", client)
+    assert (folder / "again/latest").read_text() == "global_step2"
+
+    live = scheduled(case, lr=0.5)
+    states = live.load_checkpoint(str(folder / "again"))[1]  # as open-instruct does, with all of its pickles
+    assert {name: states[name] for name in CLIENT} == CLIENT
+    torch.set_rng_state(states["rng_states"]["torch_cpu_rng_state"])
+    np.random.set_state(states["rng_states"]["numpy_rng_state"])
+    random.setstate(states["rng_states"]["python_rng_state"])
+    assert train_on_noise(live, 2, shared) == losses
+    same(capture(live)[1], after[1])
+
+
+def grpo_refused(case: str, folder: Path) -> None:
+    """A folder that would run code, is damaged, or is of another run changes nothing."""
+    folder = folder / f"refused-{case}"
+    live = scheduled(case)
+    train(live, range(1))
+    here = scheduled(case)
+    untouched = capture(here)[1]
+
+    def refuse(name: str, error: type[Exception], match: str) -> None:
+        client = ClientState(training_step=0)
+        with pytest.raises((error, RankError), match=match):
+            load_checkpoint_state(here, folder / name, client)
+        assert client == {"training_step": 0}
+        same(capture(here)[1], untouched)
+
+    save_as_open_instruct(live, folder / "hostile", {**CLIENT, "extra": MakesFolder(folder / "ran")})
+    refuse("hostile", LoadError, "refers to posix.mkdir")
+    assert not (folder / "ran").exists()
+    save_as_open_instruct(live, folder / "other", {"episode": 3})
+    refuse("other", LoadError, "training_step: False in the folder, True here")
+    save_as_open_instruct(live, folder / "damaged", CLIENT)
+    dist.barrier()
+    if RANK == 0:
+        path = next((folder / "damaged").glob("global_step1/*rank_1_*optim_states.pt"))
+        with zipfile.ZipFile(path) as archive:
+            largest = max(archive.infolist(), key=lambda record: ("/data/" in record.filename, record.file_size))
+            at = path.read_bytes().index(archive.read(largest)) + 5
+        data = bytearray(path.read_bytes())
+        data[at] ^= 1
+        path.write_bytes(data)
+        (folder / "empty").mkdir()
+    dist.barrier()
+    refuse("damaged", CorruptError, "optim_states.pt")
+    refuse("empty", NotACheckpointError, "no .*_model_states.pt in it")
+    live.lr_scheduler = None
+    save_as_open_instruct(live, folder / "unscheduled", CLIENT)
+    refuse("unscheduled", LoadError, "a scheduler: False in the folder, True here")
+
+
 CASES = {
     function.__name__: function
     for function in (
         *(whole, leave, arrive, from_plain, to_plain, lifted, young, weights_alone, partly, counted, refused, scaled),
-        *(unfinished, accelerate),
+        *(unfinished, accelerate, grpo, grpo_refused),
     )
 }
 

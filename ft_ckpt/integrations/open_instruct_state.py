@@ -1,0 +1,220 @@
+"""The checkpoint-state folder of open-instruct's GRPO trainer: a DeepSpeed engine goes on from it, or writes one.
+
+The folder is what DeepSpeed's `save_checkpoint` writes, with a client state: the step, the episode, the positions of
+the loaders, and the random numbers of the rank that wrote the file. DeepSpeed restores its engine from values that are
+read here, because its own reader executes pickles.
+
+Format: `open_instruct/grpo_fast.py` of August 2026, on DeepSpeed 0.18.3 to 0.19.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ft_ckpt.distributed.ranks import Ranks, current_ranks
+from ft_ckpt.distributed.tensors import ModelTensors
+from ft_ckpt.errors import LoadError, NotACheckpointError, damaged_input, listing
+from ft_ckpt.formats.deepspeed import deepspeed_folder
+from ft_ckpt.formats.pickles import Passive
+from ft_ckpt.formats.tensor_file import RawFile
+from ft_ckpt.formats.torch_file import compare_sums, load_torch_values
+from ft_ckpt.messages import warn
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place
+from ft_ckpt.training import rng
+from ft_ckpt.training.restore import Restored, RestoreReport, agree_on_outcomes
+
+_EXPECTED = ("training_step", "episode", "num_total_tokens", "dataloader_state", "data_prep_actor_state")
+_OTHER_KEYS = frozenset((  # of the engine itself, and of one rank; the rest of a file is the client state
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
+    "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "sparse_tensor_module_names",
+    "num_experts", "ds_autoep_layers", "checkpoint_parallel_dimensions", "rng_states", "rank",
+))  # fmt: skip
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+_ABSENT = "absent", "not in the folder"
+_IN_FLIGHT = "prompts that were in flight are not in the folder: the data preparation actor generates them again"
+
+
+class ClientState(dict[str, Any]):
+    """The client state of a run, as an object that a saver can register: `training_step`, `episode`, ..."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the values."""
+        return dict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace all values."""
+        self.clear()
+        self.update(state)
+
+
+def load_checkpoint_state(engine: Any, checkpoint_state_dir: str | Path, client: ClientState) -> RestoreReport:
+    """Restore a DeepSpeed engine from a checkpoint-state folder, and `client` with its client state; on every rank.
+
+    Restores weights, optimizer, scheduler, counters, and the random numbers of the ranks that stored them: under ZeRO-3
+    each rank, else rank 0. The report lists the outcome of each item; what the folder lacks is a warning too. Every
+    file is read and compared with its checksums before the engine changes. Nothing in the folder is executed.
+
+    Raises NotACheckpointError without DeepSpeed's files; LoadError for anything but tensors, plain data and DeepSpeed's
+    own records, for a folder of another number of ranks, stage or precision, and for parameters with other names or
+    shapes; CorruptError for damaged files; RankError when another rank failed.
+    """
+    ranks, folder = current_ranks(), Path(checkpoint_state_dir)
+    tag, error = ranks.attempt(lambda: _check_folder(engine, folder, ranks))
+    ranks.agree("load_checkpoint_state()", error=error)
+    found, error = ranks.attempt(lambda: _restore_engine(engine, folder, tag))
+    ranks.agree("load_checkpoint() of DeepSpeed", error=error)
+    client.load_state_dict({key: value for key, value in found.items() if key not in _OTHER_KEYS})
+    outcomes = [Restored("weights", "restored"), Restored("optimizer", "restored")]
+    if engine.lr_scheduler is not None:
+        outcomes.append(Restored("scheduler", "restored"))
+    outcomes += [Restored(key, *("restored",) if key in client else _ABSENT) for key in _EXPECTED]
+    generators, error = ranks.attempt(lambda: _restore_generators(found, ranks.rank))
+    items, _ = agree_on_outcomes(ranks, "random numbers", [*outcomes, *([generators] if generators else [])], 0, error)
+    report = RestoreReport(folder / tag, items, notes=(_IN_FLIGHT,))
+    if report.problems and ranks.leads:
+        warn(f"{report.path}: {listing(list(report.problems))}", stacklevel=2)
+    return report
+
+
+def save_checkpoint_state(engine: Any, checkpoint_state_dir: str | Path, client: Mapping[str, Any]) -> None:
+    """Write a checkpoint-state folder that open-instruct's GRPO trainer goes on from; on every rank.
+
+    `client`: its client state, to which the random numbers of each rank are added. DeepSpeed writes the files, under
+    ZeRO-1 and -2 the client state of rank 0 alone, and does not commit them at once: `latest` is written last.
+    """
+    states: dict[str, Any] = {
+        "torch_cpu_rng_state": torch.get_rng_state(),
+        "numpy_rng_state": np.random.get_state(),
+        "python_rng_state": random.getstate(),
+    }
+    if torch.cuda.is_available():
+        states["torch_cuda_rng_state_all"] = torch.cuda.get_rng_state_all()
+        states["torch_cuda_rng_states"] = {
+            f"cuda:{index}": state for index, state in enumerate(states["torch_cuda_rng_state_all"])
+        }
+    with _with_attributes(engine, mpu=None):
+        own = {"rng_states": states, "rank": current_ranks().rank}
+        engine.save_checkpoint(str(checkpoint_state_dir), client_state={**client, **own})
+
+
+def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
+    """The tag of the checkpoint in `folder`, if the engine can take it; each file is compared by one rank."""
+    place = deepspeed_folder(Place(LocalStore(folder)))
+    stored_files = place.folder.list_folder().objects if place is not None else ()
+    names = sorted(stored.name for stored in stored_files if stored.name.endswith(".pt"))
+    models = [name for name in names if name.endswith("_model_states.pt")]
+    if place is None or not models:
+        raise NotACheckpointError(f"{folder}: no *_model_states.pt in it; expected --checkpoint_state_dir of grpo_fast")
+    if engine.load_universal_checkpoint():
+        raise LoadError(f"{folder}: DeepSpeed reads universal checkpoints by itself; set load_universal to False")
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    for name in names[ranks.rank :: ranks.size]:
+        _read_states(Path(folder, place.name, name), scaler, checked=True)
+    stored = _read_states(Path(folder, place.name, models[0]), scaler, places=True)
+    optimizers = [name for name in names if name.endswith("_optim_states.pt")]
+    count, is_zero = engine.seq_dp_world_size, engine.zero_optimization()
+    with damaged_input(models[0]):
+        shapes = {name: tuple(shape) for group in stored["param_shapes"] or () for name, shape in group.items()}
+        settings = {
+            "ranks": (stored["dp_world_size"], count),
+            "ZeRO-3": (models[0].startswith("zero_pp_rank"), engine.zero_optimization_partition_weights()),
+            "files of ZeRO's optimizer": (len(optimizers), count if is_zero else 0),
+            "of bfloat16": (
+                any(name.startswith("bf16_") for name in optimizers),
+                is_zero and engine.bfloat16_enabled(),
+            ),
+            "a scheduler": (stored["lr_scheduler"] is not None, engine.lr_scheduler is not None),
+            "training_step": ("training_step" in stored, True),
+        }
+    problems = [
+        f"{what}: {saved} in the folder, {here} here" for what, (saved, here) in settings.items() if saved != here
+    ]
+    live = {name: source.shape for name, source in ModelTensors(engine).sources().items()}
+    problems += [
+        f"{name}: {shape} in the folder, {live.get(name)} here"
+        for name, shape in shapes.items()
+        if live.get(name) != shape
+    ]
+    if problems:
+        raise LoadError(
+            f"{folder}: {listing(problems)}; make the engine as the saved run did. Once ft_ckpt has saved it, "
+            "saver.resume() takes it to other ranks and stages"
+        )
+    return place.name
+
+
+def _restore_engine(engine: Any, folder: Path, tag: str) -> dict[str, Any]:
+    """Let DeepSpeed restore the engine; returns all of the file that has the client state."""
+    read: dict[str, Any] = {}
+
+    def load(path: str, map_location: Any = None) -> Any:
+        value = _read_states(Path(path), getattr(engine.optimizer, "loss_scaler", None))
+        if path.endswith("_model_states.pt"):
+            read.update({key: one for key, one in value.items() if key != "module"})
+        return value
+
+    with _with_attributes(engine, checkpoint_engine=SimpleNamespace(load=load), mpu=None):
+        engine.load_checkpoint(str(folder), tag=tag)
+    return read
+
+
+def _read_states(path: Path, scaler: Any, *, checked: bool = False, places: bool = False) -> Any:
+    """The states in a file of DeepSpeed; `checked` compares its checksums, `places` leaves out the tensors' bytes.
+
+    A loss scaler in the file becomes a copy of `scaler` with the file's numbers.
+    """
+
+    def stored_scaler(stored: Passive) -> Any:
+        if scaler is None or stored.kind != f"{_SCALERS}.{type(scaler).__name__}":
+            raise LoadError(f"{path}: a {stored.kind}, the engine has {type(scaler).__name__}; use the same precision")
+        numbers = {key: stored.state[key] for key in vars(scaler) if type(stored.state.get(key)) in (int, float, bool)}
+        made = object.__new__(type(scaler))
+        vars(made).update(vars(scaler) | numbers)
+        return made
+
+    objects: dict[str, Callable[[Passive], Any]] = {
+        "deepspeed.runtime.zero.config.ZeroStageEnum": lambda stored: int(stored.args[0]),
+        "deepspeed.utils.tensor_fragment.fragment_address": lambda _: None,  # for universal checkpoints alone
+        f"{_SCALERS}.LossScaler": stored_scaler,
+        f"{_SCALERS}.DynamicLossScaler": stored_scaler,
+    }
+    with closing(LocalStore(path.parent).open(path.name)) as file, damaged_input(str(path)):
+        raw = RawFile(file, mapped=False)
+        if checked:
+            compare_sums(raw)
+        return load_torch_values(raw, places=places or checked, objects=objects)
+
+
+def _restore_generators(stored: Mapping[str, Any], rank: int) -> Restored:
+    if "rng_states" not in stored:
+        return Restored("rng", *_ABSENT)
+    if stored.get("rank") != rank:
+        return Restored("rng", "absent", "the folder has rank 0's alone; this rank goes on with those it has")
+    with damaged_input("rng_states"):
+        states = stored["rng_states"]
+        generators = rng.plain_states(
+            states["python_rng_state"], states["numpy_rng_state"], states["torch_cpu_rng_state"]
+        )
+        if devices := states.get("torch_cuda_rng_states"):
+            generators["cuda"] = {name.removeprefix("cuda:"): state for name, state in devices.items()}
+    problems = rng.generator_problems(generators) or rng.restore_generators(generators)
+    return Restored("rng", "failed" if problems else "restored", "; ".join(problems))
+
+
+@contextmanager
+def _with_attributes(engine: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of the engine meanwhile. Its `mpu` is for sequence parallelism; open-instruct takes it off too."""
+    before = {name: getattr(engine, name) for name in values}
+    vars(engine).update(values)
+    try:
+        yield
+    finally:
+        vars(engine).update(before)
