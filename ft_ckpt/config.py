@@ -89,8 +89,9 @@ class SaverConfig:
     of `save` and `save_state` for one save."""
     publish: str | Sequence[str] | Mapping[str, Any] | None = field(default=None, repr=False)  # may have headers
     """Running servers that get each checkpoint of the run in the background, or the newest of several that wait: a URL,
-    several, or a mapping of url= and other arguments of `ft_ckpt.publish`. After a resume they get that checkpoint
-    before it returns.
+    several, or a mapping of url= and other arguments of `ft_ckpt.publish`. Before a resume returns they get the resumed
+    checkpoint; with after_resume="published" in the mapping the version that they had when it was saved, if the run
+    still has that checkpoint and it is whole.
     """
     verify_resume: bool = True
     """Compare the digests of all files on a resume, most of them while they are read."""
@@ -232,7 +233,7 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
         ),
         ("name_template", _is_template, "{step} or {epoch}, no other field and no slash"),
         ("staging", _is_local_folder, "a folder of this machine, or None"),
-        ("publish", _is_publish_goal, "a server's URL, several, or a mapping of url= and arguments of publish"),
+        ("publish", _is_publish_goal, "a server's URL, several, or a mapping of url=, after_resume= and publish's"),
         ("base_id", lambda name: without_secrets(name or "") == (name or ""), "no key, password or token"),
     ]
 
@@ -255,7 +256,8 @@ def _is_publish_goal(goal: Any) -> bool:
     many: Any = [urls] if isinstance(urls, str) else urls if isinstance(urls, Sequence) else ()
     to_servers = not (isinstance(goal, Mapping) and goal.get("delta"))  # or to a chain, which `publish_goal` checks
     are_urls = (str(url).startswith(("http://", "https://")) == to_servers for url in many)
-    return goal is None or (bool(many) and all(are_urls))
+    is_known = not isinstance(goal, Mapping) or goal.get("after_resume", "resumed") in ("resumed", "published")
+    return goal is None or (bool(many) and all(are_urls) and is_known)
 
 
 def _is_local_folder(staging: Any) -> bool:

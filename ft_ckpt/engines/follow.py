@@ -71,8 +71,8 @@ class PendingPublish:
 class Publisher:
     """Publishes in the background, one at a time; of several checkpoints that wait, the newest."""
 
-    def __init__(self, urls: Sequence[str], options: PublishOptions) -> None:
-        self.urls, self.options = tuple(urls), options
+    def __init__(self, urls: Sequence[str], options: PublishOptions, after_resume: str = "resumed") -> None:
+        self.urls, self.options, self.after_resume = tuple(urls), options, after_resume
         self.version: str | None = None  # the last one that was published
         self._queue, self._pending = PushQueue(), list[PendingPublish]()
 

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -97,7 +97,11 @@ def make_follow_up(on_saved: SaveHook | Iterable[SaveHook] | None, places: RunPl
     if places.directory is not None and places.staging is not None:
         give_way = partial(yield_to_training, low_io=config.io_priority == "low")
         uploads = RunUploads(places.staging, places.directory, give_way)
-    publisher = None if config.publish is None else Publisher(*publish_goal(config.publish))
+    publisher, goal = None, config.publish
+    if goal is not None:
+        goal = dict(goal) if isinstance(goal, Mapping) else {"url": goal}
+        after_resume = goal.pop("after_resume", "resumed")
+        publisher = Publisher(*publish_goal(goal), after_resume)
     return FollowUp(hooks_of(on_saved), uploads, publisher=publisher)
 
 

@@ -7,15 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ft_ckpt.checkpoint.catalog import load_manifest, manifest_text, parse_manifest
+from ft_ckpt.checkpoint.catalog import damage_of, list_checkpoints, load_manifest, manifest_text, parse_manifest
 from ft_ckpt.checkpoint.open_checkpoint import text_identity
 from ft_ckpt.checkpoint.prune import prune_after_save
 from ft_ckpt.checkpoint.run_places import RunPlaces
 from ft_ckpt.checkpoint.session import LastCheckpoint, OpenSession, open_session, parts_of
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
-from ft_ckpt.errors import CheckpointError, ConfigError, TargetError
-from ft_ckpt.messages import warn
+from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, listing
+from ft_ckpt.messages import LOG, warn
 from ft_ckpt.model.parts import is_adapter_run
 from ft_ckpt.saving.background import BackgroundSaver, PendingSave, as_in_training
 from ft_ckpt.saving.execute import SaveReport, report_differences
@@ -238,11 +238,38 @@ class RunSaves:
             self.follow_up.uploads.begin_round(self._upload_terms())
 
     def publish_resumed(self) -> None:
-        """Publish the checkpoint that the run was resumed from, for servers that have lost it, and wait for it."""
-        publisher, place, ranks = self.follow_up.publisher, self.run.resumed_from, self._current_ranks()
-        if publisher is not None and place is not None:
-            _, error = ranks.attempt(lambda: publisher.begin(place).wait() if ranks.leads else None)
-            ranks.agree("the publish of resume()", error=error)
+        """Publish the resumed checkpoint, for servers that have lost it, or the version before; wait for it."""
+        publisher, resumed, ranks = self.follow_up.publisher, self.run.resumed_from, self._current_ranks()
+        if publisher is None or resumed is None:
+            return
+
+        def publish_on_leader() -> str:
+            place, note = resumed, ""
+            if ranks.leads and publisher.after_resume == "published":
+                place, note = self._last_published(resumed)
+                LOG.info("%s", note)
+            if ranks.leads:
+                publisher.begin(place).wait()
+            return note
+
+        note, error = ranks.attempt(publish_on_leader)
+        if note := ranks.agree("the publish of resume()", {"note": note}, error).result["note"]:
+            self.run.report = replace(self.run.report, notes=(*self.run.report.notes, note))
+
+    def _last_published(self, resumed: Place) -> tuple[Place, str]:
+        """The checkpoint of the version that engines had when `resumed` was saved, else `resumed`; and why."""
+        version, why = self.run.published, "it was saved before any version was published"
+        if version is not None:
+            why = f"the run has no checkpoint of the version {version}"
+            for info in (info for folder in self.places.folders for info in list_checkpoints(folder).found):
+                identity = text_identity(manifest_text(info.store).encode())
+                if not version.endswith((f"#{identity[:16]}", f"-{identity[:8]}")):  # of weights, of an adapter
+                    continue
+                if problems := damage_of(info.place, deep=True):
+                    why = f"{info.name}, which has the version {version}, is damaged: {listing(list(problems))}"
+                else:
+                    return info.place, f"publishing {info.name}: engines had it when {resumed.last_step} was saved"
+        return resumed, f"publishing {resumed.last_step}: {why}"
 
     def end_follow_up(self, *, wait: bool) -> None:
         """Wait for uploads, pushes and publishes, or only name those that go on until the process ends.

@@ -1,6 +1,7 @@
 """`--follow`, and the saver's own publishing: each new checkpoint once, the newest first, whatever goes wrong."""
 
 import os
+import re
 import shutil
 import signal
 import threading
@@ -265,7 +266,10 @@ def test_goals_of_the_setting() -> None:
             publish_goal(wrong)
 
 
-@pytest.mark.parametrize("wrong", ["localhost:8000", [], 5, {"name": "policy"}, ["http://a:1", "b"]])
+@pytest.mark.parametrize(
+    "wrong",
+    ["localhost:8000", [], 5, {"name": "policy"}, ["http://a:1", "b"], {"url": "http://a:1", "after_resume": "x"}],
+)
 def test_settings_that_cannot_be(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"publish=.*a server's URL, several, or a mapping"):
         CheckpointSaver(None, publish=wrong)
@@ -317,8 +321,37 @@ def test_a_saver_publishes_what_it_saves_and_again_after_a_restart(files: Engine
 
         third = Job(run, engine)
         third.saver.resume()
+        assert third.saver.progress.report.notes == ()
         assert len(engine.asked("/v1/load_lora_adapter")) == loads  # it holds it
         third.saver.close()
+
+
+def test_the_version_of_the_rollouts_is_published_after_a_resume(files: EngineFiles, run: Path) -> None:
+    """If the setting asks for it, and as long as its checkpoint is there and whole."""
+    goal = {"after_resume": "published"}
+    with serving(files.base) as engine:
+        job = Job(run, engine, every=1, goal=goal)
+        versions = [job.train(1)[0].publish.result().version for _ in range(2)]
+        job.saver.close()
+
+        def resume() -> list[str]:
+            engine.start()  # the server has lost everything
+            again = Job(run, engine, goal=goal)
+            progress = again.saver.resume()
+            again.saver.close()
+            assert (progress.step, progress.published) == (2, versions[0])
+            return [*engine.adapters, *progress.report.notes]
+
+        older, newer = f"policy@{versions[0]}", f"policy@{versions[1]}"
+        note = "publishing checkpoint-1: engines had it when checkpoint-2 was saved"
+        assert resume() == [older, note]
+        damage(run / "checkpoint-1")
+        published, note = resume()
+        assert published == newer
+        assert re.match("publishing checkpoint-2: checkpoint-1, .* is damaged: adapter", note), note
+        shutil.rmtree(run / "checkpoint-1")
+        note = f"publishing checkpoint-2: the run has no checkpoint of the version {versions[0]}"
+        assert resume() == [newer, note]
 
 
 def test_an_error_of_a_server_never_fails_training(files: EngineFiles, run: Path) -> None:
