@@ -243,7 +243,8 @@ class Writer:
         if found is not None and found.token == self._session.token:
             return found
         if found is not None or self._room.stat(SESSION) is None:
-            self._end("the trainer has ended" if found is None else "the trainer has begun anew")
+            # While the trainer resumes there is no session for a moment: which of both it was is not known here.
+            self._end("the trainer has ended or begun anew")
             self._refuse_over()
         return None  # not readable now
 
