@@ -394,3 +394,15 @@ def using_hub(hub: Hub) -> Iterator[Hub]:
             stack.enter_context(patch("transformers.utils.hub._hf_api", None, create=True))
         yield hub
     close_session()
+
+
+def main() -> None:
+    """Serve until the input ends. The one line of output is JSON: the environment of programs that are to use it."""
+    with serving_hub() as hub:
+        settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        print(json.dumps(settings), flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

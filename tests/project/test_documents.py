@@ -7,6 +7,8 @@ import runpy
 import subprocess
 import sys
 from dataclasses import fields
+from html.parser import HTMLParser
+from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
 import yaml
@@ -99,10 +101,12 @@ def test_nothing_public_is_left_out():
     assert ERRORS - {"CheckpointError"} == set(re.findall(r"^\| `(\w+)`", errors, re.MULTILINE))
 
 
-def test_the_site_is_built_without_a_warning(tmp_path):
-    """Every link and every name of the API reference is found."""
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built without a warning: mkdocs has found every name of the API reference."""
+    folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -110,20 +114,66 @@ def test_the_site_is_built_without_a_warning(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "api" / "index.html").exists()
-    links = re.findall(r"\]\(([^)]+)\)", (tmp_path / "llms.txt").read_text(encoding="utf-8"))
-    assert len(links) > 40
-    assert [link for link in links if not (tmp_path / link).exists()] == []
+    return folder
+
+
+def test_every_link_of_the_site_leads_to_a_page_and_a_heading(site):
+    """Links, pictures, styles and scripts of all pages, as a browser resolves them on a server."""
+    pages = {path.relative_to(site).as_posix(): Page(path) for path in site.rglob("*.html")}
+    assert {"api/index.html", "index.html", "notebooks/adapter_to_hub/index.html"} <= pages.keys()
+    links = [(page, link) for page, found in pages.items() for link in found.links]
+    assert len(links) > 2000
+    assert [(page, link) for page, link in links if not leads_somewhere(site, pages, page, link)] == []
+
+
+def test_every_link_between_the_sources_beside_the_site_leads_to_one(site):
+    """Those that language models follow, from llms.txt on."""
+    texts = {path: path.read_text(encoding="utf-8") for path in [site / "llms.txt", *site.rglob("*.md")]}
+    plain = {path: re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE) for path, text in texts.items()}
+    links = [(path, link) for path, text in plain.items() for link in re.findall(r"\]\(([^)#\s]+)", text)]
+    assert len(links) > 150
+    local = [(path, link) for path, link in links if "://" not in link]
+    assert [(path.name, link) for path, link in local if not (path.parent / link).exists()] == []
 
 
 def test_every_page_is_listed_for_language_models():
     """Once, with the first sentence of its text."""
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    listed = runpy.run_path(str(ROOT / "scripts" / "llms.py"))["list_pages"](config, ROOT / "docs")
+    listed = runpy.run_path(str(ROOT / "scripts" / "site_pages.py"))["list_pages"](config, ROOT / "docs")
     lines = re.findall(r"^- \[[^]]+\]\(([^)]+)\): (.+)$", listed, re.MULTILINE)
     pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    pages += [f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")]
     assert sorted(link.replace("api/", "api.md") for link, _ in lines) == sorted(pages)
     assert [link for link, sentence in lines if not 20 < len(sentence) < 300 or "](" in sentence] == []
+
+
+# How links are followed
+
+
+class Page(HTMLParser):
+    """The links and the anchors of a page of the site."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.anchors = [], {""}
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        named = dict(attributes)
+        self.anchors |= {named[name] for name in ("id", "name") if named.get(name)}
+        self.links += [named[name] for name in ("href", "src") if named.get(name)]
+
+
+def leads_somewhere(site, pages, page, link):
+    """Whether a link on a page leads to a file of the site and an anchor in it, or elsewhere."""
+    target = urlsplit(urljoin(f"http://here/{page}", link))
+    if target.netloc != "here":
+        return True
+    path = unquote(target.path).lstrip("/")
+    path = f"{path}index.html" if path == "" or path.endswith("/") else path
+    if target.fragment:
+        return path in pages and unquote(target.fragment) in pages[path].anchors
+    return (site / path).is_file()
 
 
 # How a page is done

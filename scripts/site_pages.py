@@ -1,0 +1,112 @@
+"""What the site has beside the files of docs/: a page for each notebook, and pages for language models.
+
+mkdocs calls the functions `on_...` (mkdocs.yml). Language models find `llms.txt`, the list of the pages, and the source
+of each page beside it, in the form of https://llmstxt.org. The link to the API leads to a page of the site, because the
+source of that page has names in place of docstrings.
+"""
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+API = "api.md"
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+_COLOURS = re.compile(r"\x1b\[[\d;]*m")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the notebooks, a page for each, and their pictures."""
+    from mkdocs.structure.files import File
+
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        folder = NOTEBOOKS.name
+        files.append(File.generated(config, f"{folder}/{path.name}", abs_src_path=str(path)))
+        files.append(File.generated(config, f"{folder}/{path.stem}.md", content=notebook_text(path)))
+        for number, picture in enumerate(pictures_of(path)):
+            files.append(File.generated(config, f"{folder}/{path.stem}-{number}.png", content=picture))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Lead links to a notebook to its page."""
+    return re.sub(r"\]\(\.\./notebooks/(\w+)\.ipynb\)", r"](notebooks/\1.md)", markdown)
+
+
+def on_post_build(config: Any) -> None:
+    docs, site = Path(config["docs_dir"]), Path(config["site_dir"])
+    (site / "llms.txt").write_text(list_pages(config, docs), encoding="utf-8")
+    for _, _, page in pages_of(config["nav"]):
+        if page != API:
+            (site / page).write_text(text_of(docs, page).replace(f"]({API}", "](api/"), encoding="utf-8")
+
+
+def list_pages(config: Any, docs: Path) -> str:
+    """The text of llms.txt: a section for each group of the navigation, a line for each page."""
+    lines = [f"# {config['site_name']}", "", f"> {config['site_description']}"]
+    group = None
+    for section, title, page in pages_of(config["nav"]):
+        if section != group:
+            lines += ["", f"## {section}", ""]
+            group = section
+        link = page if page != API else page.replace(".md", "/")
+        lines.append(f"- [{title}]({link}): {first_sentence(text_of(docs, page))}")
+    return "\n".join(lines) + "\n"
+
+
+def pages_of(nav: list[Any], section: str = "Begin") -> Iterator[tuple[str, str, str]]:
+    """Group, title and file of each page; pages of a group come before those of the groups in it."""
+    items = [item for entry in nav for item in entry.items()]
+    yield from ((section, title, page) for title, page in items if isinstance(page, str))
+    for title, pages in items:
+        if not isinstance(pages, str):
+            yield from pages_of(pages, title)
+
+
+def first_sentence(page: str) -> str:
+    """The first sentence of a page's text, without the marks of Markdown."""
+    paragraphs = (" ".join(each.split()) for each in page.split("\n\n"))
+    text = next(each for each in paragraphs if each and not each.startswith(("#", "```", "|", "<", "-")))
+    plain = re.sub(r"^\*\*\w+\.\*\* |\*\*", "", re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", text))
+    return re.split(r"(?<=[.:])\s", plain, maxsplit=1)[0].rstrip(":")
+
+
+def text_of(docs: Path, page: str) -> str:
+    """The source of a page of the navigation."""
+    folder, _, name = page.rpartition("/")
+    if folder == NOTEBOOKS.name:
+        return notebook_text(NOTEBOOKS / name.replace(".md", ".ipynb"))
+    return on_page_markdown((docs / page).read_text(encoding="utf-8"))
+
+
+def notebook_text(path: Path) -> str:
+    """A notebook as Markdown: its texts, its code, and the stored outputs of its cells."""
+    parts: list[str] = []
+    pictures = 0
+    for cell in _cells(path):
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source.replace("](../docs/", "](../").replace(".ipynb)", ".md)"))
+            if len(parts) == 1:
+                parts.append(f"[The notebook]({path.name}) itself, to be run in a checkout.")
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            if "image/png" in output.get("data", ()):
+                parts.append(f"![Output of the cell above]({path.stem}-{pictures}.png)")
+                pictures += 1
+            elif output["output_type"] == "stream":
+                parts.append(f"```text\n{_COLOURS.sub('', ''.join(output['text'])).rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def pictures_of(path: Path) -> list[bytes]:
+    """The PNG files among the outputs of a notebook, in order."""
+    outputs = (output.get("data", {}) for cell in _cells(path) for output in cell.get("outputs", ()))
+    return [base64.b64decode("".join(data["image/png"])) for data in outputs if "image/png" in data]
+
+
+def _cells(path: Path) -> list[dict[str, Any]]:
+    return list(json.loads(path.read_text(encoding="utf-8"))["cells"])
