@@ -198,6 +198,36 @@ def on_lightning(script: int) -> dict[str, Any]:
     return {"model": models.llama(), "data": data, "tokenizer": models.tokenizer()}
 
 
+def on_from_trainer(_: int) -> dict[str, Any]:
+    return {"model": models.llama(), "data": trainers.Sentences(noise=False)}
+
+
+def on_from_lightning(script: int) -> dict[str, Any]:
+    """The module that docs/lightning.md has."""
+    from lightning.pytorch import LightningModule
+
+    class Tuned(LightningModule):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            loss = self.model(**batch).loss
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    return {**on_lightning(script), "Tuned": Tuned}
+
+
+def on_from_dcp(_: int) -> dict[str, Any]:
+    """One rank of a process group, as torchrun starts it."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return {"model": models.llama(), "loader": parts(models.llama())["loader"]}
+
+
 def on_open_instruct(script: int) -> dict[str, Any]:
     return on_grpo_state() if script else {**on_ppo(script), "model": models.lora()}
 
