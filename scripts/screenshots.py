@@ -1,0 +1,94 @@
+"""Draws docs/images: `ft-ckpt ls`, `show` and `report` of a run that is trained here, in about half a minute.
+
+python scripts/screenshots.py [FOLDER]
+"""
+
+import os
+import re
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from rich.console import Console
+from rich.text import Text
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ft_ckpt import CheckpointSaver, Keep
+
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
+RUN = "runs/sft"  # below the working folder
+_WEB_FONT = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # which a browser would fetch
+
+
+def train() -> None:
+    """A run of 240 steps on rows that count in steps of 1, 2 or 3, which overfits at its end."""
+    set_seed(0)
+    rows = (torch.randint(32, (96, 1)) + torch.randint(1, 4, (96, 1)) * torch.arange(12)) % 32
+    rows[:64, 8:] = torch.randint(32, (64, 4))  # noise, to be learnt by heart
+    samples = [{"input_ids": row, "labels": row} for row in rows[:64]]
+    held_out = rows[64:, :8]
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes, bos_token_id=None, eos_token_id=None))
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples, batch_size=8, shuffle=True))
+    keep = Keep(last=3, every_steps=80, best=("eval_loss", "min"))
+    with CheckpointSaver(accelerator, RUN, every=20, keep=keep, background=True) as saver:
+        saver.resume()
+        for batch in saver.remaining(loader, epochs=30):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            metrics = {"loss": loss.item()}
+            if (saver.progress.step + 1) % 20 == 0:
+                with torch.no_grad():
+                    metrics["eval_loss"] = model(input_ids=held_out, labels=held_out).loss.item()
+            saver.step(metrics)
+        saver.save(model, f"{RUN}/final")
+
+
+def run_command(*words: str) -> str:
+    """What `ft-ckpt` prints with these words, as on a terminal with colours."""
+    environment = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "ft_ckpt", *words]
+    return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def draw_terminal(command: str, output: str) -> str:
+    """A terminal that shows a command and its output, as SVG: dark, and so for a light and a dark page."""
+    lines = [Text.assemble(("$ ", "bold green"), command), *Text.from_ansi(output.rstrip()).split("\n")]
+    for line in lines:
+        line.rstrip()
+    width = max(line.cell_len for line in lines) + 1
+    console = Console(record=True, width=width, file=StringIO(), color_system="truecolor")
+    for line in lines:
+        console.print(line, no_wrap=True)
+    name = re.sub(r"\W+", "-", command)  # instead of a hash: the same names in each file
+    return _WEB_FONT.sub("", console.export_svg(title=RUN, unique_id=name))
+
+
+def draw_all(folder: Path) -> None:
+    """Train in the working folder, and draw ls.svg, show.svg and report.png into `folder`."""
+    train()
+    for name, words in {"ls": ["ls", RUN], "show": ["show", f"{RUN}/final"]}.items():
+        picture = draw_terminal(f"ft-ckpt {' '.join(words)}", run_command(*words))
+        (folder / f"{name}.svg").write_text(picture, encoding="utf-8")
+    run_command("report", RUN, "-o", str(folder / "report.png"))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # for the command, too
+    images = Path(sys.argv[1]).absolute() if sys.argv[1:] else IMAGES
+    with TemporaryDirectory() as working:
+        os.chdir(working)
+        draw_all(images)
+    for path in sorted(images.iterdir()):
+        print(f"{path}: {path.stat().st_size:,} bytes")
