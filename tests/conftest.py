@@ -36,6 +36,8 @@ LONGEST_FILES = (
     *("test_commit", "test_reuse", "test_running", "test_resume", "test_opening", "test_convert", "test_killed"),
 )
 
+_SECONDS_OF_SLOW_TESTS = 7200  # campaigns, on a machine with other work
+
 # Cases that take long and of which a shorter one beside them stays in the default run: `scripts/test --all` has them.
 ONLY_IN_ALL = {
     "test_accelerators": [
@@ -71,7 +73,7 @@ ONLY_IN_ALL = {
         "killed_at_every_call[rename]",
         "every_call[Ctrl-C-exchange]",
     ],
-    "test_configs": ["know_each_other[cpu-1]"],
+    "test_configs": ["know_each_other[ddp_cpu-2]", "know_each_other[cpu-1]"],
     "test_convert": ["memory_does_not_grow", "any_tensors_survive_any_road"],
     "test_copies": [
         "[up-refused]",
@@ -104,6 +106,7 @@ ONLY_IN_ALL = {
     "test_fill": ["twenty_thousand"],
     "test_follow": ["test_on_two_ranks[saver_publish]", "published_once_and_the_newest_first"],
     "test_gpu": ["loads_onto_the_device"],
+    "test_grpo": ["test_killed_and_resumed[--no-background]"],
     "test_hdf5": [
         "mutated_files_give_right_values_or_an_error[1-25]",
         "cannot_be_tried_is_not_opened[memory]",
@@ -171,6 +174,7 @@ ONLY_IN_ALL = {
     "test_s3": ["is_taken_back[403]"],
     "test_signals": ["SIGINT"],
     "test_staging": [
+        "that_fails_stops_no_training_and_catches_up",
         "is_killed_anywhere_goes_on_bit",
         "a_run_taken_back_replaces",
         "uploaded_elsewhere_meanwhile",
@@ -222,6 +226,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         idle.difference_update((file, part) for part in parts)
         if parts:
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(_SECONDS_OF_SLOW_TESTS))
     if idle and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"ONLY_IN_ALL in {__file__} names cases that no test has: {sorted(idle)}")
     places = {name: place for place, name in enumerate(LONGEST_FILES)}

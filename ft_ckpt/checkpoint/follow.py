@@ -45,9 +45,10 @@ class Follower(ABC):
         quiet_since = time.monotonic()
         with _stop_on_signal(self.stop):
             while not self.stop.is_set():
+                looked = time.monotonic()  # a checkpoint may come during a long visit, after the look
                 if self._look():
                     quiet_since = time.monotonic()
-                elif idle_seconds is not None and time.monotonic() - quiet_since >= idle_seconds:
+                elif idle_seconds is not None and looked - quiet_since >= idle_seconds:
                     if self.errors:
                         raise list(self.errors.values())[-1]
                     break

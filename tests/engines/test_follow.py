@@ -90,6 +90,16 @@ def test_each_new_checkpoint_is_published_once_and_the_newest_first(files: Engin
         assert [name.partition("-")[0] for name in engine.adapters] == ["policy@2", "policy@3", "policy@5"]
 
 
+def test_a_checkpoint_that_comes_in_a_long_visit_is_published(files: EngineFiles, run: Path) -> None:
+    put(files, run, 1)
+    damage(put(files, run, 2))
+    with serving(files.base) as engine:
+        following = Following(run, engine.url)
+        following.actions = [lambda: (put(files, run, 3), time.sleep(0.6))]  # longer than idle_seconds
+        following.go()
+        assert following.steps == [1, 3]
+
+
 def test_the_run_may_begin_later(files: EngineFiles, run: Path) -> None:
     with serving(files.base) as engine:
         following = Following(run, engine.url, idle_seconds=3)

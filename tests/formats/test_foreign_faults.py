@@ -39,7 +39,6 @@ def test_faults_in_files_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("reader", READERS)
 def test_every_fault_in_every_file(reader, tmp_path):
     counts, wrong = campaign([reader], 0, tmp_path)

@@ -49,7 +49,6 @@ def test_damaged_input_is_refused_in_so_many_words(groups, count, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("group", GROUPS)
 def test_two_thousand_damaged_inputs(group, tmp_path):
     told, wrong, first = Counter(), [], 0

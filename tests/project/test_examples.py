@@ -4,8 +4,6 @@ import argparse
 import inspect
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,34 +19,8 @@ from ft_ckpt.checkpoint.catalog import read_manifest
 TINY = ("--batch-size", "8", "--sequence-length", "64")
 
 
-def run(command, limit_seconds=300):
-    """What a command prints; SIGTERM, not SIGKILL, when it is late, so that the launcher ends its ranks."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    process = subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        text=True,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        output, _ = process.communicate(timeout=limit_seconds)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        output, _ = process.communicate()
-    assert process.returncode == 0, output
-    return output
-
-
-def launched(script, *arguments):
-    """What a script prints on two processes that Accelerate launches."""
-    config = ROOT / "configs" / "ddp_cpu.yaml"
-    command = ["-m", "accelerate.commands.launch", "--config_file", config, ROOT / "scripts" / script]
-    return run([*command, *arguments])
-
-
 def forked(script, *arguments, engine="ddp"):
-    """The same without the launcher, in ranks that find the libraries loaded."""
+    """What a script prints on two processes, forked from one that has the libraries: scripts/demo launches them."""
     environment = {"DS_ACCELERATOR": "cpu"} if engine == "zero3" else ACCELERATE_CPU
     result = launch("example", 2, (engine, ROOT / "scripts" / script, *arguments), 300, environment)
     assert result.returncode == 0, result.log
@@ -75,7 +47,7 @@ def text(tmp_path_factory):
 def full(tmp_path_factory, text):
     folder = tmp_path_factory.mktemp("full")
     options = ("--dataset", text, "--steps", "40", "--save-every", "20", "--chat-template", "olmo", *TINY)
-    return folder, launched("finetune.py", "--output-dir", folder, *options)
+    return folder, forked("finetune.py", "--output-dir", folder, *options)
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,6 @@ def test_a_run_that_is_stopped_goes_on(run):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_run_that_is_stopped_at_any_request_goes_on(run, what):
     for number in range(1, run.requests + 1):

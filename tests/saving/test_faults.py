@@ -44,7 +44,6 @@ def test_some_faults_of_each_kind_of_save(shim, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("case", ALL)
 def test_every_fault(shim, tmp_path, case):
     campaign(shim, tmp_path, [case], 0)
@@ -55,7 +54,6 @@ def test_some_faults_of_each_kind_of_read(shim, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("case", READS)
 def test_every_fault_of_a_read(shim, tmp_path, case):
     campaign(shim, tmp_path, [case], 0, "faulty_reads.py")

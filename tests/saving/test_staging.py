@@ -108,7 +108,6 @@ def test_a_run_that_is_killed_anywhere_goes_on_bit_for_bit(s3, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize("acts_first", [False, True])
 def test_a_run_that_is_killed_at_any_request_goes_on(s3, tmp_path, acts_first, is_lost):

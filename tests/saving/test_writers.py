@@ -453,14 +453,12 @@ def test_a_trainer_killed_at_some_calls(tmp_path: Path, call: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 def test_a_trainer_killed_at_every_call(tmp_path: Path) -> None:
     calls = next(call for call in range(1, 1000) if not kill_at(tmp_path / str(call), call))
     assert calls > 50
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("fault", [{"status": 503, "times": 1}, {"cuts": "after"}, {"cuts": "before"}, {"status": 403}])
 def test_a_fault_at_every_request_of_two_writers(s3: S3, fault: dict[str, Any]) -> None:
     """A save succeeds or raises; what is committed has the parts of its step, and the next save succeeds."""

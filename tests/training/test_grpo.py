@@ -95,7 +95,6 @@ def test_killed_and_resumed(tmp_path: Path, undisturbed: tuple[dict[int, dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("more", ["--no-background", "--background"])
 def test_killed_at_sixty_moments(
     tmp_path: Path, undisturbed: tuple[dict[int, dict[str, object]], float], more: str
