@@ -1,9 +1,10 @@
 """How each library loads what it, or the one it reads the files of, has saved; and one tensor of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ def _dcp(folder: Path, subject: Subject) -> Tensors:
     state = {name: torch.empty_like(tensor) for name, tensor in subject.state.items()}
     dcp.load(state, checkpoint_id=str(folder), no_dist=True)
     return state
+
+
+def _prefetch(path: Path) -> Tensors:
+    with safe_open(path, "pt", device=str(DEVICE)) as file, file.prefetch() as tensors:
+        return dict(tensors)
 
 
 def _runai(path: Path) -> Tensors:
@@ -96,6 +102,15 @@ def _pretrained(folder: Path, subject: Subject) -> Tensors:
     return model
 
 
+def _later_safetensors() -> Iterator[Loader]:
+    """What safetensors has from 0.8 and from 0.9 on, the latter onto CUDA devices alone."""
+    if "backend" in signature(load_file).parameters:
+        read = partial(load_file, device=str(DEVICE), backend="pread")
+        yield Loader("safetensors, pread", "safetensors", _file("safetensors", read))
+    if hasattr(safe_open, "prefetch") and DEVICE.type == "cuda":
+        yield Loader("safetensors, prefetch", "safetensors", _file("safetensors", _prefetch))
+
+
 LOADERS = {
     loader.name: loader
     for loader in (
@@ -106,6 +121,7 @@ LOADERS = {
         Loader("ours, load", "ours", _file("safetensors", _load)),
         Loader("ours, load of h5", "ours, h5", _file("h5", _load)),
         Loader("safetensors", "safetensors", _file("safetensors", lambda path: load_file(path, device=str(DEVICE)))),
+        *_later_safetensors(),
         Loader("torch.load", "torch.save", _file("pt", lambda path: torch.load(path, map_location=DEVICE))),
         Loader("torch.load, mmap", "torch.save", _file("pt", lambda path: torch.load(path, DEVICE, mmap=True))),
         Loader("from_pretrained", "save_pretrained", _pretrained),

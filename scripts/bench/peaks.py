@@ -21,14 +21,14 @@ from scripts.bench.savers import SAVERS
 from scripts.bench.stall import make_training
 
 TITLE = "memory at its peak: two saves in the background, and a load onto the device"
-LOADS = ("ours", "safetensors", "from_pretrained")
+LOADS = ("ours", "safetensors", "safetensors, prefetch", "from_pretrained")
 _BETWEEN_LOOKS_SECONDS = 0.01
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
     """A row for each way to save `size_bytes` of weights and moments, and to load the weights, a third of them."""
     saves = list(setting.chosen(installed_backgrounds()))
-    loads = list(setting.chosen({name: LOADERS[name] for name in LOADS}))
+    loads = list(setting.chosen({name: LOADERS[name] for name in LOADS if name in LOADERS}))
     jobs = [["save", [name]] for name in saves] + [["load", loads]]
     return [row for kind, names in jobs for row in in_child("peaks", setting, size_bytes, kind, names)]
 
