@@ -1,8 +1,9 @@
 """Measure saving and loading beside every installed peer and the machine's limits, in one run.
 
-    python -m scripts.bench --sizes 10MB 100MB 1GB 2.5GB --rounds 5 --json figures.json --plot figures.png
+    python -m scripts.bench --sizes 10MB 100MB 1GB 2.5GB --rounds 5 --json figures.json --chart figures
     python -m scripts.bench --only save stall --sizes 1GB
-    python -m scripts.bench --only --json figures.json --plot figures.png     # what was measured before
+    python -m scripts.bench --docs             # everything, for this repository's figures, pages and chart
+    python -m scripts.bench --docs --only      # pages and chart again, of what was measured before
 
 Run it in the repository. Every measure has as many counted rounds as asked for, after one that is not, in which all
 take turns; figures are their medians. Quote the ratios: times are the machine's, and a virtual disk's rate changes from
@@ -24,9 +25,11 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # befo
 import transformers
 
 from ft_ckpt.config import parse_size
-from scripts.bench.common import Setting, scratch
+from scripts.bench.chart import draw
+from scripts.bench.common import ROOT, Setting, scratch
 from scripts.bench.machine import facts, missing
 from scripts.bench.measures import MEASURES
+from scripts.bench.pages import IMAGES, STORED, write_pages
 from scripts.bench.show import ratios_of, show
 
 Figures = dict[str, Any]  # "machine", and "rows" of all measures
@@ -35,8 +38,7 @@ Figures = dict[str, Any]  # "machine", and "rows" of all measures
 def main() -> None:
     args = _arguments()
     _silence()
-    known = json.loads(args.json.read_text()) if args.json and args.json.exists() else {"rows": []}
-    found: Figures = {"machine": facts(args.folder), "missing": missing(), "rows": known["rows"]}
+    found = _begin(args)
     for name in args.only:
         for size in MEASURES[name].sizes(args.sizes):
             with scratch(args.folder) as folder:
@@ -44,11 +46,31 @@ def main() -> None:
             _add(found, name, size, rows)
             show(name, size, found)
             if args.json:
-                args.json.write_text(json.dumps(found, indent=1))
-    if args.plot:
-        from scripts.bench.chart import draw
+                write(found, args.json)
+    if args.chart:
+        draw(found, args.chart)
+    if args.docs:
+        write_pages(found, args.docs)
 
-        draw(found, args.plot)
+
+def _begin(args: argparse.Namespace) -> Figures:
+    """The figures that are stored already, which must be of this machine unless all are measured anew."""
+    known: Figures = json.loads(args.json.read_text()) if args.json and args.json.exists() else {"rows": []}
+    if not args.only and "machine" in known:
+        return known
+    machine = facts(args.folder) | {"rounds": args.rounds}
+    if "machine" not in known or args.only == list(MEASURES):
+        rows = known["rows"] if _place(known) == _place({"machine": machine}) else []
+        return {"machine": machine, "missing": missing(), "rows": rows}
+    if _place(known) != _place({"machine": machine}):
+        raise SystemExit(f"{args.json}: has figures of {_place(known)}; measure all anew, or give another file")
+    return known
+
+
+def _place(found: Figures) -> dict[str, Any]:
+    """The machine whose figures may stand beside one another."""
+    machine = found.get("machine", {})
+    return {name: machine.get(name) for name in ("processor", "cores", "gpu", "file_system")}
 
 
 def _arguments() -> argparse.Namespace:
@@ -62,9 +84,20 @@ def _arguments() -> argparse.Namespace:
         "--ways", nargs="+", default=[], metavar="WAY", help="the rows that are wanted; the limits come too"
     )
     parser.add_argument("--folder", type=Path, help="where to write (default: the system's folder for temporary files)")
-    parser.add_argument("--json", type=Path, help="file for all figures; those of other measures in it stay")
-    parser.add_argument("--plot", type=Path, help="file for a chart of all figures")
-    return parser.parse_args()
+    parser.add_argument("--json", type=Path, help="file for all figures; others of this machine stay")
+    parser.add_argument("--chart", type=Path, help="folder for a chart of all figures, as SVG, light and dark")
+    parser.add_argument(
+        "--docs",
+        type=Path,
+        nargs="?",
+        const=ROOT,
+        metavar="CHECKOUT",
+        help="write docs/figures.json, the tables of the pages and the chart, of this checkout or another",
+    )
+    args = parser.parse_args()
+    if args.docs:
+        args.json, args.chart = args.json or args.docs / STORED, args.chart or args.docs / IMAGES
+    return args
 
 
 def _listed() -> str:
@@ -78,6 +111,21 @@ def _silence() -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     logging.disable(logging.ERROR)
+
+
+def write(found: Figures, path: Path) -> None:
+    """Write figures as JSON, a row in a line."""
+    head, rows = json.dumps({**found, "rows": []}, indent=1), [json.dumps(_rounded(row)) for row in found["rows"]]
+    path.write_text(head.replace('"rows": []', '"rows": [\n  ' + ",\n  ".join(rows) + "\n ]") + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    """Each number to five digits, which is more than was measured."""
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def _add(found: Figures, measure: str, size: str, rows: list[dict[str, Any]]) -> None:

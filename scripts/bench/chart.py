@@ -1,107 +1,172 @@
-"""The figures as a chart: how cost grows with size, and ours beside the peers at the largest size."""
+"""The figures as a chart: a few measures at their largest size, ours beside the machine's limit and the peers.
 
-import math
+Two SVG files, for pages with a light and with a dark background, which they leave as it is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from xml.etree import ElementTree as Xml
 
 from ft_ckpt.config import parse_size
-from scripts.bench.measures import MEASURES
+from scripts.bench.common import Row
+from scripts.bench.labels import figure_text, label
 from scripts.bench.show import is_ours
 
-_OURS, _PEER, _LIMIT = "#1f6fb4", "#b0b0b0", "#d98a1f"
-_LINES = ("save", "stall", "cold", "warm")  # figure over size
-_BARS = {  # measure -> (the figure, what it is)
-    "save": ("seconds", "seconds until durable"),
-    "stall": ("lost_seconds", "seconds of training lost to a save"),
-    "memory": ("peak_bytes", "MB above the state dict during a save"),
-    "cold": ("seconds", "seconds to load from the disk"),
-    "ranks": ("seconds", "seconds for a save under FSDP2"),
-    "adapter": ("seconds", "seconds for an adapter under FSDP2"),
+Figures = dict[str, Any]
+
+THEMES = {  # text, muted text, ours, peers, the outline of limits: told apart by lightness, too
+    "light": ("#1f2328", "#59636e", "#0969da", "#c4cad1", "#59636e"),
+    "dark": ("#f0f6fc", "#9198a1", "#4493f8", "#4a525c", "#9198a1"),
+}
+FONT = "-apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
+_WIDTH, _PANEL, _LABELS, _BAR = 880, 432, 176, 190  # pixels: the chart, a panel, its labels, its longest bar
+_ROW, _THICK, _HEAD, _GAP, _FOOT = 23, 13, 46, 26, 30
+_BEST = 2  # so many of the best peers are in each panel, beside those that most people know
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One measure: what is drawn of it, the limit among its rows, and peers that are drawn though others are better."""
+
+    measure: str
+    figure: str
+    title: str
+    words: str  # below the title, with a place for the size
+    limit: str = ""
+    known: Sequence[str] = ()
+
+
+PANELS = (
+    Panel(
+        "save",
+        "seconds",
+        "Save until it is on the disk",
+        "{} of weights; ft_ckpt hashes every byte, too",
+        "limit: O_DIRECT write",
+        ("torch.save", "torch DCP", "safetensors"),
+    ),
+    Panel(
+        "cold",
+        "seconds",
+        "Load from the disk",
+        "{} of weights, every page touched",
+        "limit: O_DIRECT read",
+        ("from_pretrained", "safetensors", "torch DCP"),
+    ),
+    Panel(
+        "stall",
+        "lost_seconds",
+        "Training lost to a save in the background",
+        "{} of weights and AdamW moments, until they are on the disk",
+        "limit: memory copy",
+        ("torch_checkpointing", "torchsnapshot async", "torch DCP async"),
+    ),
+    Panel(
+        "ranks",
+        "peak_bytes",
+        "Memory that a save takes on rank 0",
+        "{} of weights under FSDP2, two ranks",
+        known=("get_state_dict + save_pretrained", "torch DCP + consolidation"),
+    ),
+)
+_SHORT = {  # where a panel has less room than a page
+    "limit: O_DIRECT write": "the disk itself",
+    "limit: O_DIRECT read": "the disk itself",
+    "limit: memory copy": "a copy in memory",
+    "ours, gather": "ft_ckpt, gathering",
+    "safetensors, pread": "safetensors, pread",
+    "torch DCP async, staged": "torch DCP, staged",
+    "get_state_dict + save_pretrained": "save_pretrained",
 }
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
-    """Write the chart of all measures that `found` has rows of."""
-    mpl.use("Agg")
-    rows = [row for row in found["rows"] if "error" not in row]
-    measured = {row["measure"] for row in rows}
-    panels = [(_lines, name) for name in _LINES if name in measured] + [(_bars, n) for n in _BARS if n in measured]
-    if not panels:
-        return
-    columns = min(4, len(panels))
-    height = -(-len(panels) // columns)
-    figure = Figure(figsize=(5.2 * columns, 4.4 * height), layout="constrained")
-    axes = list(figure.subplots(height, columns, squeeze=False).flat)
-    for place, (panel, name) in zip(axes, panels, strict=False):
-        panel(place, name, [row for row in rows if row["measure"] == name])
-    for place in axes[len(panels) :]:
-        place.set_axis_off()
-    figure.suptitle(_caption(found["machine"]), fontsize=10)
-    figure.savefig(path, dpi=110)
+def draw(found: Figures, folder: Path) -> None:
+    """Write the chart, for each theme, of all panels that `found` has rows of."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for theme in THEMES:
+        (folder / f"figures-{theme}.svg").write_text(chart(found, theme), encoding="utf-8")
 
 
-def _lines(axes: Axes, name: str, rows: list[dict[str, Any]]) -> None:
-    """Seconds over bytes, on logarithmic scales: ours, the limit, and the peers behind them."""
-    ends = {}
-    for way in dict.fromkeys(row["way"] for row in rows):
-        points = sorted((row["tensor_bytes"] / 1e6, row["seconds"]) for row in rows if row["way"] == way)
-        first = 1 if _color(way) == _PEER else 2
-        axes.plot(
-            *zip(*points, strict=True), color=_color(way), marker="o", markersize=3, linewidth=first, zorder=first
-        )
-        ends[way] = points[-1]
-    axes.set(xscale="log", yscale="log", xlabel="MB", ylabel="seconds")
-    axes.set_title(MEASURES[name].title, fontsize=9)
-    low, high = axes.get_ylim()
-    wanted = {way: math.log(value / low) / math.log(high / low) for way, (_, value) in ends.items()}
-    for way, height in _apart(wanted).items():
-        axes.text(1.02, height, way, transform=axes.transAxes, fontsize=6.5, va="center", color=_text_color(way))
+def chart(found: Figures, theme: str) -> str:
+    """The chart as SVG."""
+    text, muted, *_ = THEMES[theme]
+    panels = [(panel, rows) for panel in PANELS if (rows := _rows(found, panel))]
+    lines = [max((len(rows) for _, rows in panels[at : at + 2]), default=0) for at in range(0, len(panels), 2)]
+    tops = [sum(_HEAD + _ROW * count + _GAP for count in lines[:at]) for at in range(len(lines) + 1)]
+    height = tops[-1] + _FOOT
+    size = {"width": str(_WIDTH), "height": str(height), "viewBox": f"0 0 {_WIDTH} {height}"}
+    svg = Xml.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size, "font-family": FONT, "role": "img"})
+    Xml.SubElement(svg, "title").text = "What ft_ckpt costs beside other libraries and the machine's limits"
+    for at, (panel, rows) in enumerate(panels):
+        left, top = (at % 2) * (_WIDTH - _PANEL), tops[at // 2]
+        _write(svg, left, top + 16, panel.title, text, 15, weight="600")
+        _write(svg, left, top + 34, panel.words.format(figure_text("bytes", rows[0]["tensor_bytes"])), muted, 12)
+        _bars(svg, left, top + _HEAD, panel, rows, theme)
+    _legend(svg, tops[-1] + 8, caption(found), theme)
+    Xml.indent(svg)
+    return Xml.tostring(svg, encoding="unicode") + "\n"
 
 
-def _apart(wanted: dict[str, float], gap: float = 0.045) -> dict[str, float]:
-    """The heights of labels, as shares of the axis, so that none lies on another and none above it."""
-    found, free = {}, 0.0
-    for way, height in sorted(wanted.items(), key=lambda item: item[1]):
-        found[way] = max(height, free)
-        free = found[way] + gap
-    free = 1.0
-    for way in reversed(found):
-        found[way] = min(found[way], free)
-        free = found[way] - gap
-    return found
-
-
-def _bars(axes: Axes, name: str, rows: list[dict[str, Any]]) -> None:
-    """One figure of each way, at the largest size."""
-    figure, title = _BARS[name]
-    largest = max((row["size"] for row in rows), key=parse_size)
-    scale = 1e6 if figure.endswith("bytes") else 1
-    bars = sorted(
-        ((row[figure] / scale, row["way"]) for row in rows if row["size"] == largest and figure in row), reverse=True
-    )
-    drawn = axes.barh([way for _, way in bars], [value for value, _ in bars], color=[_color(way) for _, way in bars])
-    axes.bar_label(drawn, fmt="%.3g", fontsize=7, padding=2)
-    axes.tick_params(labelsize=7)
-    axes.margins(x=0.15)
-    axes.set_title(f"{title}, {largest}", fontsize=9)
-
-
-def _color(way: str) -> str:
-    if way.startswith("limit"):
-        return _LIMIT
-    return _OURS if is_ours(way) else _PEER
-
-
-def _text_color(way: str) -> str:
-    color = _color(way)
-    return "#606060" if color == _PEER else color
-
-
-def _caption(machine: dict[str, Any]) -> str:
+def caption(found: Figures) -> str:
+    """The machine and the date, in a line."""
+    machine = found["machine"]
+    processor = machine["gpu"] or f"{machine['cores']} cores"
     memory = f"{machine['memory_bytes'] / 1e9:.0f} GB"
-    parts = [f"{machine['cores']} cores ({machine['processor']})", memory, machine["file_system"], machine["gpu"]]
-    return ", ".join(part for part in (*parts, machine["date"][:10]) if part)
+    place = f"{processor}, {memory}, {machine['file_system']}"
+    return f"medians of {machine['rounds']} rounds, {place}, {machine['date'][:10]}"
+
+
+def _rows(found: Figures, panel: Panel) -> list[Row]:
+    """What a panel shows: the limit, ours, and the peers from the best on; at the largest size that was measured."""
+    rows = [row for row in found["rows"] if row["measure"] == panel.measure and "error" not in row]
+    largest = max((row["size"] for row in rows), key=parse_size, default="")
+    rows = [row for row in rows if row["size"] == largest and (panel.figure in row or row["way"] == panel.limit)]
+    by_way = {row["way"]: row for row in rows}
+    peers = [way for way in by_way if not is_ours(way) and not way.startswith("limit")]
+    peers.sort(key=lambda way: _value(by_way[way], panel))
+    peers = [way for at, way in enumerate(peers) if at < _BEST or way in panel.known]
+    ours = ["ours", "ours, gather"] if panel.measure == "ranks" else ["ours"]
+    return [by_way[way] for way in (panel.limit, *ours, *peers) if way in by_way]
+
+
+def _value(row: Row, panel: Panel) -> float:
+    """The figure of the panel; a copy in memory has its seconds alone."""
+    return max(0.0, float(row.get(panel.figure, row.get("seconds", 0))))
+
+
+def _bars(svg: Xml.Element, left: float, top: float, panel: Panel, rows: Sequence[Row], theme: str) -> None:
+    text, muted, ours, peer, outline = THEMES[theme]
+    most = max(_value(row, panel) for row in rows) or 1
+    for at, row in enumerate(rows):
+        way, value, middle = row["way"], _value(row, panel), top + _ROW * at + _ROW / 2
+        color = ours if is_ours(way) else peer
+        paint = {"fill": "none", "stroke": outline} if way.startswith("limit") else {"fill": color, "stroke": color}
+        wide, weight = max(1.0, _BAR * value / most), "600" if is_ours(way) else "400"
+        named = _SHORT.get(way) or ("ft_ckpt" if way == "ours" else label(panel.measure, way).replace("`", ""))
+        _write(svg, left + _LABELS - 10, middle + 4.5, named, text, 13, anchor="end", weight=weight)
+        corner = {"x": f"{left + _LABELS + 0.5:g}", "y": f"{middle - _THICK / 2:g}", "height": str(_THICK)}
+        Xml.SubElement(svg, "rect", {**corner, "width": f"{wide:.1f}", "rx": "1.5", **paint})
+        figure = figure_text(panel.figure, value)
+        shade = text if is_ours(way) else muted
+        _write(svg, left + _LABELS + wide + 7, middle + 4.5, figure, shade, 13, weight=weight)
+
+
+def _legend(svg: Xml.Element, top: float, words: str, theme: str) -> None:
+    _, muted, ours, peer, outline = THEMES[theme]
+    marks = (("ft_ckpt", ours, ours), ("other libraries", peer, peer), ("the machine's limit", "none", outline))
+    for left, (name, fill, stroke) in zip((0.5, 88.5, 218.5), marks, strict=True):
+        square = {"x": f"{left:g}", "y": f"{top + 0.5:g}", "width": "11", "height": "11", "rx": "1.5"}
+        Xml.SubElement(svg, "rect", {**square, "fill": fill, "stroke": stroke})
+        _write(svg, left + 17, top + 10.5, name, muted, 12)
+    _write(svg, 375, top + 10.5, "shorter is better", muted, 12)
+    _write(svg, _WIDTH, top + 10.5, words, muted, 12, anchor="end")
+
+
+def _write(
+    svg: Xml.Element, x: float, y: float, words: str, color: str, size: int, anchor: str = "start", weight: str = "400"
+) -> None:
+    place = {"x": f"{x:.1f}", "y": f"{y:g}", "fill": color, "font-size": str(size)}
+    look = {"text-anchor": anchor, "font-weight": weight}
+    Xml.SubElement(svg, "text", {**place, **look}).text = words

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import ft_ckpt
 from scripts.bench.background import BACKGROUNDS
 from scripts.bench.common import ACCELERATOR, is_installed
 from scripts.bench.loaders import LOADERS
@@ -32,7 +33,8 @@ def facts(folder: Path | None) -> dict[str, Any]:
         "kernel": platform.release(),
         "file_system": _file_system(Path(folder or tempfile.gettempdir())),
         "python": platform.python_version(),
-        "versions": {name: found for name in _LIBRARIES.split() if (found := _version(name))},
+        "versions": {"ft_ckpt": ft_ckpt.__version__}
+        | {name: found for name in _LIBRARIES.split() if (found := _version(name))},
     }
 
 

@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 from places import ROOT
@@ -24,9 +27,14 @@ KEEPS_ALL = {"save", "memory", "ranks"}  # whose files hold every tensor
 
 def bench(folder, *arguments):
     figures = folder / "figures.json"
-    command = [sys.executable, "-m", "scripts.bench", "--sizes", "1MB", "--rounds", "1", "--folder", str(folder)]
+    size = ("--sizes", "1MB", "--rounds", "1", "--folder", folder)
+    said = run_bench(*size, "--json", figures, *arguments)
+    return json.loads(figures.read_text()), said
+
+
+def run_bench(*arguments):
     done = subprocess.run(
-        [*command, "--json", str(figures), *map(str, arguments)],
+        [sys.executable, "-m", "scripts.bench", *map(str, arguments)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -35,14 +43,14 @@ def bench(folder, *arguments):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(figures.read_text()), done.stdout
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
-    figures, said = bench(folder, "--plot", folder / "figures.png", "--only", *ONE_PROCESS)
-    assert sorted(path.name for path in folder.iterdir()) == ["figures.json", "figures.png"]
+    figures, said = bench(folder, "--chart", folder / "chart", "--only", *ONE_PROCESS)
+    assert sorted(path.name for path in folder.iterdir()) == ["chart", "figures.json"]
     return figures, said, folder
 
 
@@ -65,13 +73,50 @@ def test_a_save_that_reuses_frozen_weights_writes_less_than_it_holds(measured):
 
 
 def test_the_machine_and_what_is_missing_are_told(measured):
-    figures, said, folder = measured
+    figures, said, _ = measured
     machine = figures["machine"]
     assert machine["cores"] == os.cpu_count()
     assert {"kernel", "file_system", "memory_bytes", "date"} <= machine.keys()
     assert {"torch", "safetensors"} <= machine["versions"].keys()
     assert all(name in said for name in figures["missing"])
-    assert (folder / "figures.png").read_bytes().startswith(b"\x89PNG")
+    assert machine["rounds"] == 1
+
+
+def test_the_chart_has_ours_the_limit_and_the_best_peer(measured):
+    figures, _, folder = measured
+    rows = rows_of(figures, "cold")
+    for theme in ("light", "dark"):
+        words = words_of(folder / "chart" / f"figures-{theme}.svg")
+        at = words.index("Load from the disk") + 2  # names and figures in turns: the limit, ours, and the best peer
+        expected = [rows["limit: O_DIRECT read"], rows["ours"], min(filter(is_peer, rows.values()), key=seconds_of)]
+        shown = [float(words[at + 2 * number + 1].removesuffix(" s")) for number in range(3)]
+        assert words[at : at + 4 : 2] == ["the disk itself", "ft_ckpt"]
+        assert max(map(len, words[at : at + 10 : 2])) <= 22  # names have so much room
+        assert shown == [pytest.approx(row["seconds"], rel=0.06, abs=0.006) for row in expected]
+
+
+def test_the_pages_and_their_chart_are_those_of_the_stored_figures(tmp_path):
+    """`python -m scripts.bench --docs --only` makes them again."""
+    (tmp_path / "docs").mkdir()
+    pages = ["README.md", "docs/figures.md"]
+    for page in pages:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        (tmp_path / page).write_text(re.sub(r"(<!-- figures: \w+ -->\n)(?:.+\n)+", r"\1", text), encoding="utf-8")
+    shutil.copy(ROOT / "docs" / "figures.json", tmp_path / "docs")
+    run_bench("--docs", tmp_path, "--only")
+    for made in (*pages, "docs/figures.json", "docs/images/figures-light.svg", "docs/images/figures-dark.svg"):
+        assert (tmp_path / made).read_text(encoding="utf-8") == (ROOT / made).read_text(encoding="utf-8"), made
+
+
+def test_figures_of_two_machines_are_not_mixed(tmp_path):
+    stored = tmp_path / "figures.json"
+    shutil.copy(ROOT / "docs" / "figures.json", stored)
+    found = json.loads(stored.read_text(encoding="utf-8"))
+    found["machine"]["processor"] = "another"
+    stored.write_text(json.dumps(found), encoding="utf-8")
+    with pytest.raises(AssertionError, match=r"figures of .*'another'.* measure all anew"):
+        run_bench("--json", stored, "--only", "many")
+    assert json.loads(stored.read_text(encoding="utf-8")) == found
 
 
 @pytest.mark.slow
@@ -91,6 +136,18 @@ def test_measures_that_launch_processes(tmp_path):
         assert rows_of(figures, name).keys() >= ALWAYS_THERE[name]
     whole, adapter = (rows_of(figures, name)["ours"]["disk_bytes"] for name in ("ranks", "adapter"))
     assert adapter < whole
+
+
+def words_of(chart):
+    return [text.text for text in ElementTree.parse(chart).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def is_peer(row):
+    return not row["way"].startswith(("ours", "limit")) and "seconds" in row
+
+
+def seconds_of(row):
+    return row["seconds"]
 
 
 def rows_of(figures, measure):
