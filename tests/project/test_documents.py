@@ -67,10 +67,6 @@ def test_few_blocks_are_not_run():
     assert len([block for page in PAGES for block in blocks_of(page) if block.not_run]) <= MOST_NOT_RUN
 
 
-def test_the_readme_is_short():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 220
-
-
 def test_the_twenty_lines_do_nothing_once_they_are_done(done):
     """On a first start three epochs of seven batches, and a log; on a second nothing."""
     assert ft_ckpt.verify(check(done, "twenty") / "runs/sft/final").ok
