@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: URLs, push, pull, model card, errors."""
+"""Repositories of the Hugging Face Hub: URLs, push, pull, model card."""
 
 import copy
 import json
@@ -16,21 +16,9 @@ from urllib.parse import unquote
 
 import yaml
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, RepoCard
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-from huggingface_hub.utils import (  # type: ignore[attr-defined]  # in its __init__, not in its __all__
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-    validate_repo_id,
-)
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in its __all__
 
-from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint.catalog import is_hub_name, load_manifest
 from ft_ckpt.checkpoint.checks import checkpoint_problems, is_misleading
 from ft_ckpt.checkpoint.commit import place_files
@@ -38,18 +26,24 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord, man
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.checkpoint.staging import LocalStaging, open_staging
 from ft_ckpt.errors import (
-    CheckpointError,
     ConfigError,
     CorruptError,
     ManifestError,
     MissingError,
     NameTakenError,
     TargetError,
-    UnreadableError,
     listing,
 )
-from ft_ckpt.messages import LOG, clean_causes
+from ft_ckpt.messages import LOG
 from ft_ckpt.storage.digests import read_record
+from ft_ckpt.storage.hub_client import (
+    HUB_ERRORS,
+    MOST_TRIES,
+    hub_errors,
+    is_worth_another_look,
+    make_api,
+    progress_bars,
+)
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place, refuse_secrets
 from ft_ckpt.storage.scratch import copy_object, files_made_by
@@ -66,8 +60,6 @@ from ft_ckpt.transfer.outgoing import (
 )
 
 MAIN = "main"
-HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]  # the client's own, which is another package's in each version
-HUB_ERRORS: tuple[Any, ...] = (HTTP_ERROR, OSError, ValueError, RuntimeError)
 _URL = re.compile(r"hf://(?:models/)?([^/@]+/[^/@]+)(?:@(refs/[^/]+/[^/]+|[^/]+))?(?:/(.+?))?/?")
 _OTHERS = ("buckets", "collections", "datasets", "kernels", "spaces")
 
@@ -113,70 +105,6 @@ def parse_place(text: str, revision: str | None = None) -> HubPlace:
     if named is not None and revision is not None and named != revision:
         raise ConfigError(f"{text} and revision={revision!r}: two revisions; leave one out")
     return HubPlace(repo_id, named or revision or MAIN, folder or "")
-
-
-def make_api(token: str | None) -> HfApi:
-    """The client of the Hub, or of the server in HF_ENDPOINT."""
-    return HfApi(token=token, library_name="ft_ckpt", library_version=__version__)
-
-
-@contextmanager
-def hub_errors(where: str, *, writing: bool) -> Iterator[None]:
-    """Convert errors of the Hub to TargetError when `writing`, else to MissingError or UnreadableError."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except HUB_ERRORS as error:
-        clean_causes(error)
-        raise _as_ours(where, error, writing) from error
-
-
-@contextmanager
-def progress_bars(*, shown: bool) -> Iterator[None]:
-    """Disable the client's progress bars in the block, unless `shown`."""
-    if shown or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()
-
-
-def hub_status(error: BaseException | None) -> int | None:
-    """The HTTP status of an error or its causes, if any."""
-    while error is not None:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if status is not None:
-            return int(status)
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _as_ours(where: str, error: BaseException, writing: bool) -> CheckpointError:
-    text = f"{where}: {'not pushed' if writing else 'not read'} ({_hub_reason(error)}); {_advice(error)}"
-    if isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError)) and not writing:
-        return MissingError(text)
-    return TargetError(text) if writing else UnreadableError(text)
-
-
-def _hub_reason(error: BaseException) -> str:
-    """The client's message and its cause, in one line of at most 400 characters."""
-    words = " ".join(f"{type(error).__name__}: {error}".split())
-    cause = error.__cause__
-    below = "" if cause is None or hub_status(error) is None else f"; {' '.join(str(cause).split())}"
-    return f"{words}{below}"[:400].rstrip(".")
-
-
-def _advice(error: BaseException) -> str:
-    status = hub_status(error)
-    if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set; unset it"
-    if status in (401, 403, 404):
-        return "look at the name, log in with `hf auth login` or give a token that may do this"
-    return "try again"
 
 
 _BLANK = "---\n{{}}\n---\n\n# {name}\n\nThe weights of {what}.\n"
@@ -373,7 +301,6 @@ def _put_in_place(staging: LocalStaging, place: HubPlace) -> Manifest:
     return manifest
 
 
-_MOST_TRIES = 4
 _PAUSE_SECONDS = 1.0
 _PATHS_AT_ONCE = 500  # the Hub answers for a thousand at most
 
@@ -412,7 +339,7 @@ def send_checkpoint(held: OpenCheckpoint, destination: str, options: PushOptions
                 report = _commit_once(api, place, held.path, outgoing, options)
                 break
             except HUB_ERRORS as error:
-                if tries == _MOST_TRIES or not _is_worth_another_look(error):
+                if tries == MOST_TRIES or not is_worth_another_look(error):
                     raise
             time.sleep(_PAUSE_SECONDS)
     report = replace(report, seconds=time.monotonic() - begun)
@@ -519,9 +446,3 @@ def _check_arrived(api: HfApi, place: HubPlace, oid: str, sizes: dict[str, int])
         raise TargetError(
             f"{place.url}: {listing(absent, ', ')} not in the commit {oid[:8]} as sent; look for a .gitignore there"
         )
-
-
-def _is_worth_another_look(error: BaseException) -> bool:
-    """Whether to try again: after a concurrent commit or a server error, which may have made the commit."""
-    status = hub_status(error)
-    return isinstance(error, HTTP_ERROR) if status is None else status in (409, 412) or status >= 500

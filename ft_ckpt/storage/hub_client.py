@@ -1,0 +1,102 @@
+"""The client of the Hub: how it is made, its errors as ours, its progress bars."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import (  # type: ignore[attr-defined]  # in its __init__, not in its __all__
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
+
+from ft_ckpt._version import __version__
+from ft_ckpt.errors import CheckpointError, MissingError, TargetError, UnreadableError
+from ft_ckpt.messages import clean_causes
+
+HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]  # the client's own, which is another package's in each version
+HUB_ERRORS: tuple[Any, ...] = (HTTP_ERROR, OSError, ValueError, RuntimeError)
+MOST_TRIES = 4
+_XET_STATUS = re.compile(r"HTTP status \w+ error \((\d{3}) ")  # in the text of errors of hf_xet, which have no response
+
+
+def make_api(token: str | None) -> HfApi:
+    """The client of the Hub, or of the server in HF_ENDPOINT."""
+    return HfApi(token=token, library_name="ft_ckpt", library_version=__version__)
+
+
+@contextmanager
+def hub_errors(where: str, *, writing: bool, failed: str = "not pushed") -> Iterator[None]:
+    """Convert errors of the Hub to TargetError, which says `failed`, when `writing`; else to MissingError or
+    UnreadableError.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except HUB_ERRORS as error:
+        clean_causes(error)
+        raise _as_ours(where, error, failed if writing else None) from error
+
+
+@contextmanager
+def progress_bars(*, shown: bool) -> Iterator[None]:
+    """Disable the client's progress bars in the block, unless `shown`."""
+    if shown or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def hub_status(error: BaseException | None) -> int | None:
+    """The HTTP status of an error or its causes, if any."""
+    while error is not None:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status is None and (found := _XET_STATUS.search(str(error))):
+            status = found[1]
+        if status is not None:
+            return int(status)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def is_worth_another_look(error: BaseException) -> bool:
+    """Whether to try again: after a concurrent change or a server error, which may have done what was asked."""
+    status = hub_status(error)
+    return isinstance(error, HTTP_ERROR) if status is None else status in (409, 412) or status >= 500
+
+
+def _as_ours(where: str, error: BaseException, failed: str | None) -> CheckpointError:
+    text = f"{where}: {failed or 'not read'} ({_hub_reason(error)}); {_advice(error)}"
+    if isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError)) and failed is None:
+        return MissingError(text)
+    return UnreadableError(text) if failed is None else TargetError(text)
+
+
+def _hub_reason(error: BaseException) -> str:
+    """The client's message and its cause, in one line of at most 400 characters."""
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    cause = error.__cause__
+    below = "" if cause is None or hub_status(error) is None else f"; {' '.join(str(cause).split())}"
+    return f"{words}{below}"[:400].rstrip(".")
+
+
+def _advice(error: BaseException) -> str:
+    status = hub_status(error)
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set; unset it"
+    if status in (401, 403, 404):
+        return "look at the name, log in with `hf auth login` or give a token that may do this"
+    return "try again"
