@@ -315,8 +315,18 @@ class SaveMark:
         except NameTakenError:
             if not self.is_ours:  # otherwise the response of our own write was lost
                 self._take_over()
-        self._beats = threading.Thread(target=self._renew, name="ft_ckpt-saving", daemon=True)
-        self._beats.start()
+        self._begin_beats()
+
+    def take_after_look(self) -> None:
+        """As `take`, in a store without conditional writes: after a look whether a mark is there.
+
+        Of two saves that look at the same moment both go on; `check` refuses the one whose mark was replaced.
+        """
+        if self.store.stat(SAVING) is None:
+            put_mark(self.store, SAVING, **self._facts)
+        else:
+            self._take_over()
+        self._begin_beats()
 
     def declare_clear(self) -> None:
         """Record in the mark that the folder was empty, for the cleanup after a crash."""
@@ -347,6 +357,10 @@ class SaveMark:
     @property
     def _facts(self) -> dict[str, Any]:
         return {"run_id": self.run_id, "token": self.token, "cleared": self.cleared}
+
+    def _begin_beats(self) -> None:
+        self._beats = threading.Thread(target=self._renew, name="ft_ckpt-saving", daemon=True)
+        self._beats.start()
 
     def _take_over(self) -> None:
         found = read_mark(self.store, SAVING)

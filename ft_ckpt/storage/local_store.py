@@ -96,7 +96,7 @@ class LocalStore:
         """Allocate the space of the file that will be `share`d under this name; creates it if it does not exist."""
         path = self.path(name)
         with explained(path):
-            self._make_parents(path)
+            self.make_parents(path)
         allocate_file(path, size_bytes, self.access)
 
     def share(self, name: str, size_bytes: int) -> LocalWriting:
@@ -152,7 +152,7 @@ class LocalStore:
             return False
         draft = _draft_name(goal)
         with explained(goal):
-            self._make_parents(goal)
+            self.make_parents(goal)
             try:
                 os.link(origin, draft, follow_symlinks=False)
                 if draft.is_symlink():
@@ -192,11 +192,11 @@ class LocalStore:
     ) -> LocalWriting:
         path, how = self.path(name), {"shared": shared, "syncs": self.syncs, "is_new": is_new}
         with explained(path):
-            self._make_parents(path)
+            self.make_parents(path)
         direct = self.direct_bytes is not None and size_bytes >= self.direct_bytes
         return create_file(name, path, draft or _draft_name(path), size_bytes, self.access, direct=direct, **how)
 
-    def _make_parents(self, path: Path) -> None:
+    def make_parents(self, path: Path) -> None:
         """Make the folders that `path` is in, but not a stage itself, which may have been removed."""
         if self.syncs:
             local_disk.make_folder(self.folder)

@@ -4,7 +4,6 @@ An object appears as a whole: by one request, or when its multipart upload is co
 that they opened, so an object that is overwritten meanwhile becomes an error.
 """
 
-import errno
 import os
 import re
 import threading
@@ -30,7 +29,16 @@ from ft_ckpt.errors import (
     UnreadableError,
 )
 from ft_ckpt.messages import clean_causes
-from ft_ckpt.storage.store import Folder, FolderListing, Store, Stored, checked_name, read_object
+from ft_ckpt.storage.store import (
+    Folder,
+    FolderListing,
+    Store,
+    Stored,
+    changed_object,
+    checked_name,
+    missing_object,
+    read_object,
+)
 
 ABSENT = (FileNotFoundError, exceptions.NotFoundError)
 TAKEN = (FileExistsError, exceptions.AlreadyExistsError)
@@ -74,17 +82,6 @@ def writing_object(where: str) -> Iterator[None]:
         _refuse_bad_name(where, error)
         reason = client_reason(error)
         raise TargetError(f"{where}: cannot be written ({reason}); mend that or choose another place") from error
-
-
-def missing_object(where: str) -> MissingError:
-    found = MissingError(f"{where}: no such object")
-    found.errno = errno.ENOENT
-    return found
-
-
-def changed_object(where: str) -> CorruptError:
-    """The error for an object that was replaced after it was opened."""
-    return CorruptError(f"{where}: written over while it was read; read it again")
 
 
 def client_reason(error: BaseException) -> str:

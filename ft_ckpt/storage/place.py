@@ -11,9 +11,10 @@ from ft_ckpt.errors import ConfigError, CorruptError, LoadError, MissingError, U
 from ft_ckpt.messages import without_secrets
 from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.storage.local_store import LocalStore, files_access, folders_access
-from ft_ckpt.storage.store import FREE, Access, Readable, Store, is_name
+from ft_ckpt.storage.store import FREE, HUB_BUCKETS, Access, Readable, Store, is_name
 
 if TYPE_CHECKING:
+    from ft_ckpt.storage.hub_bucket import HubBucket
     from ft_ckpt.storage.object_store import ObjectStore
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "memory")
@@ -25,21 +26,35 @@ _SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")  # prefixes of the environment variabl
 def is_url(place: str | os.PathLike[str]) -> bool:
     """Whether `place` is the URL of an object store, not a path."""
     found = _URL.fullmatch(os.fspath(place))
-    return found is not None and found[1].lower() in SCHEMES
+    return found is not None and (found[1].lower() in SCHEMES or is_hub_bucket(place))
+
+
+def is_hub_bucket(place: "str | os.PathLike[str] | Place") -> bool:
+    """Whether `place` is in a storage bucket of the Hugging Face Hub."""
+    text = str(place) if isinstance(place, Place) else os.fspath(place)
+    return text.lower().startswith(HUB_BUCKETS)
 
 
 def open_store(place: str | os.PathLike[str], **options: Any) -> Store:
-    """The store at `place`: the path of a local folder, or a URL (s3://, gs://, az://, memory://).
+    """The store at `place`: the path of a local folder, or a URL (s3://, gs://, az://, memory://, hf://buckets/).
 
     `options` go to the client of an object store, which is made once for each bucket and options; credentials, endpoint
-    and region come from the environment variables that the services' own tools use. Raises ConfigError for a URL that
-    no client supports or that contains a key, and if the package for object stores is not installed.
+    and region come from the environment variables that the services' own tools use. A bucket of the Hub has one option,
+    `token`. Raises ConfigError for a URL that no client supports or that contains a key, and if the package for object
+    stores is not installed.
     """
     text = os.fspath(place)
     found = _URL.fullmatch(text)
     if found is None:
         return LocalStore(Path(place))
-    refuse_secrets(text, "the variables of its tools, such as AWS_SECRET_ACCESS_KEY, or as options of open_place")
+    tools = (
+        "HF_TOKEN, `hf auth login`"
+        if is_hub_bucket(text)
+        else "the variables of its tools, such as AWS_SECRET_ACCESS_KEY,"
+    )
+    refuse_secrets(text, f"{tools} or as options of open_place")
+    if is_hub_bucket(text):
+        return _open_hub_bucket(text, **options)
     if not is_url(text):
         raise ConfigError(f"{text}: {found[1]}:// is no store that can be opened; expected {', '.join(SCHEMES)}")
     client = _open_bucket(f"{found[1]}://{found[2]}", options)
@@ -64,6 +79,14 @@ def _open_bucket(url: str, options: dict[str, Any]) -> "ObjectStore":
     if key not in _OPEN:
         _OPEN[key] = ObjectStore.from_url(url, **options), options  # kept alive: repr may identify them by address
     return _OPEN[key][0]
+
+
+def _open_hub_bucket(url: str, token: str | None = None, **others: Any) -> "HubBucket":
+    from ft_ckpt.storage.hub_bucket import HubBucket  # lazily: its client is slow to import
+
+    if others:
+        raise ConfigError(f"{url}: {', '.join(others)}: not an option of buckets of the Hub; expected `token` alone")
+    return HubBucket.from_url(url, token)
 
 
 @dataclass(frozen=True)
@@ -138,12 +161,12 @@ class Place:
 
 
 def open_place(place: "str | os.PathLike[str] | Place", **options: Any) -> Place:
-    """The place of a path or URL (s3://, gs://, az://, memory://); functions that take these also take a `Place`.
+    """The place of a path or URL (s3://, gs://, az://, memory://, hf://buckets/); functions take a `Place`, too.
 
     `options` go to the client of an object store, as for `obstore.store.from_url` (endpoint, region, keys,
-    "client_options", "retry_config"); the variables AWS_*, GOOGLE_* and AZURE_* give the others. A `Place` is returned
-    as it is. No request is made yet. Raises ConfigError for a URL of an unknown kind, and if the package for object
-    stores is not installed.
+    "client_options", "retry_config"); the variables AWS_*, GOOGLE_* and AZURE_* give the others. A bucket of the Hub
+    takes `token`; else HF_TOKEN or `hf auth login` give it. A `Place` is returned as it is. No request is made yet.
+    Raises ConfigError for a URL of an unknown kind, and if the package for object stores is not installed.
     """
     if isinstance(place, Place):
         return place

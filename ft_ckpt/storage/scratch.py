@@ -258,10 +258,15 @@ def track_progress(
         yield track_regions
 
 
+def is_worth_showing(total_bytes: int) -> bool:
+    """Whether a bar shows the progress of so many bytes: of many, on a terminal."""
+    return total_bytes >= _WORTH_SHOWING_BYTES and sys.stderr.isatty()
+
+
 @contextmanager
 def track_bytes(total_bytes: int, label: str) -> Iterator[Callable[[int], None]]:
     """Yield a function that takes the number of bytes done, and shows a bar for large totals on a terminal."""
-    if total_bytes < _WORTH_SHOWING_BYTES or not sys.stderr.isatty():
+    if not is_worth_showing(total_bytes):
         yield lambda _size_bytes: None
         return
     from rich.console import Console

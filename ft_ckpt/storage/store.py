@@ -5,6 +5,7 @@ slashes in names. Stores raise ConfigError for an invalid name, MissingError, Co
 reading, TargetError, NoSpaceError or NameTakenError on writing.
 """
 
+import errno
 import re
 import stat
 from collections.abc import Callable, Iterable
@@ -12,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from ft_ckpt.errors import ConfigError, CorruptError, damaged_input
+from ft_ckpt.errors import ConfigError, CorruptError, MissingError, damaged_input
 
 if TYPE_CHECKING:
     from ft_ckpt.storage.local_file import MappedBytes
@@ -38,6 +39,7 @@ def is_utf8(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
+HUB_BUCKETS = "hf://buckets/"  # how the URLs of storage buckets of the Hugging Face Hub begin
 MOST_TEXT_BYTES = 256 << 20  # of a config, an index or another document
 
 
@@ -192,6 +194,17 @@ def checked_name(name: str, may_be: Callable[[str], bool] = is_inside) -> str:
     if not may_be(name):
         raise ConfigError(f"{name!r}: no name of an object; expected a relative path with forward slashes, no '..'")
     return name
+
+
+def missing_object(where: str) -> MissingError:
+    found = MissingError(f"{where}: no such object")
+    found.errno = errno.ENOENT
+    return found
+
+
+def changed_object(where: str) -> CorruptError:
+    """The error for an object that was replaced after it was opened."""
+    return CorruptError(f"{where}: written over while it was read; read it again")
 
 
 def etag_of(store: Store, name: str) -> str | None:

@@ -1,5 +1,6 @@
-"""Push to and pull from buckets, and pull from chains of deltas in folders."""
+"""Push to and pull from buckets, also those of the Hub, and pull from chains of deltas in folders."""
 
+import importlib
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -9,20 +10,22 @@ from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.place import Place, is_hub_bucket, open_place
 from ft_ckpt.transfer.copies import CopyReport, copy_open, destination_place
 from ft_ckpt.transfer.outgoing import PullReport, PushOptions, PushReport, weights_manifest
 from ft_ckpt.transfer.pull_cache import pull_cached
 from ft_ckpt.transfer.signatures import read_signature
 
 _MEANT_HERE = {"state", "quiet"}
+_OF_THE_HUB = {"private", "token"}  # also of its buckets
 
 
 def destination_url(destination: str | Place, options: PushOptions) -> str:
     """The URL that is pushed to. Raises ConfigError for options that only repositories have."""
     plain = PushOptions()
     given = [one.name for one in fields(options) if getattr(options, one.name) != getattr(plain, one.name)]
-    if wrong := [name for name in given if name not in _MEANT_HERE]:
+    meant = _MEANT_HERE | (_OF_THE_HUB if is_hub_bucket(destination) else set())
+    if wrong := [name for name in given if name not in meant]:
         raise ConfigError(f"{destination}: {listing(wrong, ', ')}: of repositories on the Hub; leave it out here")
     return str(destination)
 
@@ -30,9 +33,15 @@ def destination_url(destination: str | Place, options: PushOptions) -> str:
 def send_checkpoint(held: OpenCheckpoint, destination: str | Place, options: PushOptions) -> PushReport:
     """Push an open checkpoint, see `push.push`."""
     destination_url(destination, options)
-    goal = destination_place(destination, Place(held.origin))
+    goal = destination_place(destination, Place(held.origin), **_client_options(options.token))
+    if is_hub_bucket(goal):
+        importlib.import_module("ft_ckpt.transfer.hub_buckets").make_bucket(goal.folder, options.private)
     manifest = held.manifest if options.state else weights_manifest(held.manifest)
     return push_report(held, goal, copy_open(held, goal, manifest, overwrite=False, shown=not options.quiet))
+
+
+def _client_options(token: str | None) -> dict[str, str]:
+    return {} if token is None else {"token": token}
 
 
 def push_report(held: OpenCheckpoint, goal: Place, report: CopyReport) -> PushReport:
@@ -57,7 +66,7 @@ def push_report(held: OpenCheckpoint, goal: Place, report: CopyReport) -> PushRe
 
 def fetch_checkpoint(source: str | Place, folder: Path | None, *, token: str | None, overwrite: bool) -> PullReport:
     """Fetch the checkpoint `source` into `folder`, or into the cache, see `push.pull`."""
-    if token is not None:
+    if token is not None and not is_hub_bucket(source):
         raise ConfigError(f"{source}: token: of the Hub; a bucket's keys come from its tools' variables, or open_place")
 
     def fetch(held: OpenCheckpoint, *, exact: bool = False) -> CopyReport:
@@ -66,7 +75,7 @@ def fetch_checkpoint(source: str | Place, folder: Path | None, *, token: str | N
         goal = Place(LocalStore(folder))
         return copy_open(held, goal, held.manifest, overwrite=overwrite, renews=True, exact=exact)
 
-    with open_checkpoint(source, compares=False) as held:
+    with open_checkpoint(open_place(source, **_client_options(token)), compares=False) as held:
         if held.manifest.delta:
             from ft_ckpt.transfer.deltas import fetch_whole  # on use: numpy is slow to import
 

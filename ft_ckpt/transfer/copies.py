@@ -4,6 +4,7 @@ Each byte is read once and digested on the way; the manifest is written last. Fi
 has already are linked there, and objects within one service are copied by the service.
 """
 
+import importlib
 import os
 import threading
 import time
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ft_ckpt.checkpoint.catalog import load_manifest, verify
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -26,8 +28,8 @@ from ft_ckpt.checkpoint.staging import Staging, open_staging_at, settle_staging_
 from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, NameTakenError, NoSpaceError, TargetError
 from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_bytes, digest_of_open
 from ft_ckpt.storage.local_store import LocalStore, files_access
-from ft_ckpt.storage.place import Place, open_place, source_access
-from ft_ckpt.storage.scratch import SMALL_COPY_BYTES, copy_object, track_bytes
+from ft_ckpt.storage.place import Place, is_hub_bucket, open_place, source_access
+from ft_ckpt.storage.scratch import SMALL_COPY_BYTES, copy_object, is_worth_showing, track_bytes
 from ft_ckpt.storage.store import Access, Store, etag_of
 from ft_ckpt.transfer.signatures import put_signature, read_signature
 
@@ -79,9 +81,9 @@ def copy(
         return copy_open(held, destination_place(destination, begun), held.manifest, overwrite=overwrite)
 
 
-def destination_place(destination: str | os.PathLike[str] | Place, source: Place) -> Place:
-    """The place of a copy of `source`: `destination`, or inside it if it ends in a slash."""
-    place = open_place(destination)
+def destination_place(destination: str | os.PathLike[str] | Place, source: Place, **options: Any) -> Place:
+    """The place of a copy of `source`: `destination`, or inside it if it ends in a slash; `options`: of its client."""
+    place = open_place(destination, **options)
     inside = isinstance(destination, str) and destination.endswith("/")
     return Place(place.folder, source.last_step) if inside else place
 
@@ -108,6 +110,12 @@ def copy_open(
     exactly = None if signed is None else signed.manifest
     if not is_same_copy(exactly, manifest):  # it signs more than is copied, or an older checkpoint
         signed = exactly = None
+    if is_hub_bucket(goal):
+        sender = importlib.import_module("ft_ckpt.transfer.hub_buckets")
+        sent: CopyReport = sender.send_open(held, goal, manifest, overwrite=overwrite, shown=shown)
+        if signed is not None:
+            put_signature(goal.folder, signed)
+        return sent
     source, names = Place(held.origin).location, tuple(file.path for file in manifest.files)
     if is_there(goal, manifest) and (not renews or verify(goal).ok):
         settle_staging_at(goal)
@@ -126,6 +134,7 @@ def copy_open(
     ):
         copying = _Copying(held, staging.store, _reusable_files(staging.beside, goal, manifest.files), track, heed)
         copying.refuse_full(manifest.files)
+        copying.fetch_at_once(manifest.files, shown=shown and is_worth_showing(size_bytes))
         records = copying.copy_all(manifest.files)
         if exactly is None or not isinstance(goal.folder, LocalStore):
             exactly = manifest if exact else replace(manifest, files=records, token=None)
@@ -212,6 +221,7 @@ class _Copying:
     ) -> None:
         self.held, self.store, self.reusable, self.track, self.heed = held, store, reusable, track, heed
         self.reused: set[str] = set()
+        self.fetched: set[str] = set()
         self.sent_bytes = 0
         self._lock = threading.Lock()
 
@@ -221,6 +231,18 @@ class _Copying:
         free = self.store.free_bytes()
         if free is not None and free < needed:
             raise NoSpaceError(f"{self.store.url}: {free:,} bytes free, expected at least {needed:,}; make room there")
+
+    def fetch_at_once(self, files: Iterable[FileRecord], *, shown: bool) -> None:
+        """Let the client of a bucket of the Hub, which is made for that, write the files that are not here."""
+        download: Callable[..., None] | None = getattr(self.held.origin, "download", None)
+        if download is None or not isinstance(self.store, LocalStore):
+            return
+        found = {each.name: each for each in self.held.store.list()}
+        missing = [file for file in files if file.path in found and content_key(file) not in self.reusable]
+        self.fetched = {file.path for file in missing}
+        for name in self.fetched:
+            self.store.make_parents(self.store.path(name))
+        download({found[name]: self.store.path(name) for name in self.fetched}, shown=shown)
 
     def copy_all(self, files: tuple[FileRecord, ...]) -> tuple[FileRecord, ...]:
         """Copy all files; returns their records at the destination, in order. The first error ends it."""
@@ -233,6 +255,9 @@ class _Copying:
 
     def copy_one(self, file: FileRecord) -> FileRecord:
         """Copy one file in the cheapest way; returns its record at the destination."""
+        if file.path in self.fetched:
+            self._check_fetched(file)
+            return replace(file, linked=False, etag=None)
         if self._take_reusable(file):
             return replace(file, linked=True, etag=etag_of(self.store, file.path))
         if self._copy_at_service(file):
@@ -289,12 +314,20 @@ class _Copying:
 
             stored = copy_object(opened, self.store, file.path, watch)
             opened.check()
-        if running.text() != file.digest:
+        self._refuse_damaged(file, running.text())
+        return None if stored is None else stored.etag
+
+    def _check_fetched(self, file: FileRecord) -> None:
+        with closing(self.store.open(file.path)) as opened:
+            self._refuse_damaged(file, digest_of_open(opened, file))
+        self._count(file.size_bytes, sent=True)
+
+    def _refuse_damaged(self, file: FileRecord, digest: str) -> None:
+        if digest != file.digest:
             raise CorruptError(
-                f"{self.held.origin.where(file.path)}: digest {running.text()}, expected {file.digest}: its bytes have "
+                f"{self.held.origin.where(file.path)}: digest {digest}, expected {file.digest}: its bytes have "
                 "changed; nothing was copied, use another checkpoint"
             )
-        return None if stored is None else stored.etag
 
     def _count(self, size_bytes: int, *, sent: bool = False, reused: str | None = None) -> None:
         self.heed()

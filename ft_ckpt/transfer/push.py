@@ -20,7 +20,7 @@ from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import SCHEMES, Place, is_url, location_name, open_place
+from ft_ckpt.storage.place import SCHEMES, Place, is_hub_bucket, is_url, location_name, open_place
 from ft_ckpt.transfer.outgoing import PullReport, PushOptions, PushReport
 
 
@@ -180,7 +180,8 @@ def push(
 
     A `destination` in a bucket ("s3://...", or a `Place` there) gets a copy as by `copy`, also without the state;
     `revision`, `private`, `token`, `base_id` and `message` do not apply. A checkpoint in a bucket is pulled into the
-    cache before it is pushed to the Hub.
+    cache before it is pushed to the Hub. To a storage bucket of the Hub, "hf://buckets/user/name[/folder]", `token` and
+    `private` apply: a missing one is made, as a private one unless `private` is False.
 
     With `background` a handle is returned at once; pushes run one after the other, and a failure is a warning.
 
@@ -213,7 +214,8 @@ def begin_push(checkpoint: Checkpoint, destination: str | Place, options: PushOp
 
 def push_goal(destination: str, **options: Any) -> str | Place:
     """The destination of a push; in a bucket, with a client of these `options`. Raises ConfigError if it is invalid."""
-    goal = open_place(destination, **options) if is_url(destination) else destination
+    is_bucket = is_url(destination) and not is_hub_bucket(destination)
+    goal = open_place(destination, **options) if is_bucket else destination
     _module_for(goal).destination_url(goal, PushOptions())
     return goal
 
@@ -228,9 +230,10 @@ def pull(
     """Fetch the checkpoint at `source` into `folder`, or, from a bucket, into the cache; its path is in the report.
 
     `source` is "hf://user/name[@revision][/folder]", all of one commit, or the URL or `Place` of a checkpoint in a
-    bucket, or the absolute path or `Place` of one in a folder. With a manifest, every file is compared with it, and the
-    checkpoint is committed like a save, or not at all. Files on the Hub without a manifest are fetched as they are.
-    `folder` must be new or empty; with `overwrite`, a checkpoint may replace another one.
+    bucket ("s3://...", "hf://buckets/user/name/..."), or the absolute path or `Place` of one in a folder. With a
+    manifest, every file is compared with it, and the checkpoint is committed like a save, or not at all. Files on the
+    Hub without a manifest are fetched as they are. `folder` must be new or empty; with `overwrite`, a checkpoint may
+    replace another one.
 
     A delta, see `publish`, becomes the checkpoint that it stands for, byte for byte. Its base is read beside `folder`,
     if it is there, else rebuilt from the chain.
@@ -266,6 +269,8 @@ def _place_for(sender: ModuleType, checkpoint: Checkpoint) -> Place:
 def _module_for(place: str | Place) -> ModuleType:
     scheme, mark, _ = str(place).partition("://")
     scheme = scheme.lower() if mark else "hf"
+    if is_hub_bucket(place):
+        return importlib.import_module("ft_ckpt.transfer.buckets")
     if scheme not in _MODULES:
         known = ", ".join(f"{each}://" for each in _MODULES)
         raise ConfigError(f"{place}: {scheme}:// is no place to send to or fetch from; expected {known}")

@@ -3,6 +3,7 @@
 The newest checkpoint is safe first, even if the copy is interrupted. The run may write while it is copied.
 """
 
+import importlib
 import os
 import threading
 import time
@@ -37,7 +38,7 @@ from ft_ckpt.errors import (
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage.local_store import LocalStore, folder_of, make_like
-from ft_ckpt.storage.place import Place, location_name, open_place
+from ft_ckpt.storage.place import Place, is_hub_bucket, location_name, open_place
 from ft_ckpt.transfer.buckets import push_report
 from ft_ckpt.transfer.copies import CopyReport, content_identity, copy_open, is_same_copy, is_there
 from ft_ckpt.transfer.outgoing import PushReport
@@ -103,6 +104,8 @@ def sync(
     start, goal = open_place(source), open_place(destination)
     here = list_checkpoints(start)
     _refuse_no_run(start, here)
+    if is_hub_bucket(goal) and not dry_run:
+        importlib.import_module("ft_ckpt.transfer.hub_buckets").make_bucket(goal.folder)
     plan = _plan_sync(here, list_checkpoints(goal), goal, delete=delete)
     missing, present = (tuple(info.name for info in infos) for infos in (plan.copy, plan.present))
     if dry_run:

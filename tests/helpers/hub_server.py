@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
@@ -75,6 +75,8 @@ class Fault:
     cuts: bool = False  # the connection, without an answer
     acts_first: bool = False  # what was asked for is done ahead of the failure
     seconds: float = 0.0  # to wait for
+    skips: int = 0  # requests that match and pass first
+    then: Callable[[], object] = lambda: None  # is called when it has happened
 
 
 class Hub:
@@ -114,8 +116,10 @@ class Hub:
             self.requests.append(request)
             for fault in self.faults:
                 if fault.times > 0 and re.search(fault.matches, request):
-                    fault.times -= 1
-                    return fault
+                    fault.skips -= 1
+                    if fault.skips < 0:
+                        fault.times -= 1
+                        return fault
         return None
 
 
@@ -127,21 +131,27 @@ def _is_large(path: str, size_bytes: int) -> bool:
     return path.endswith((".safetensors", ".h5", ".bin")) or (size_bytes >= LARGE_BYTES and not path.endswith(".md"))
 
 
-class _Answer(Exception):  # noqa: N818 - how a handler ends early
+class Answer(Exception):  # noqa: N818 - how a handler ends early
+    """What is answered."""
+
     def __init__(self, status: int, body: Any = None, headers: dict[str, str] | None = None) -> None:
         super().__init__(status)
         self.status, self.headers = status, headers or {}
         self.body = body if isinstance(body, bytes) else json.dumps({} if body is None else body).encode()
 
 
-def _absent(code: str) -> _Answer:
-    return _Answer(404, {"error": code}, {"X-Error-Code": code, "X-Error-Message": code})
+def absent(code: str) -> Answer:
+    """The answer about something that is not there."""
+    return Answer(404, {"error": code}, {"X-Error-Code": code, "X-Error-Message": code})
 
 
-class _Handler(BaseHTTPRequestHandler):
+class HubHandler(BaseHTTPRequestHandler):
+    """Answers the requests to a Hub by its `routes`: method, pattern of the path, action."""
+
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # or each answer waits 40 ms for the client's sign of life
     hub: Hub
+    routes: "list[tuple[str, str, Any]]"
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -154,11 +164,12 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(fault.seconds)
             if fault.acts_first:
                 self._outcome(path, body)
+            fault.then()
             if fault.cuts:
                 self.close_connection = True
                 return
             if fault.status:
-                self._send(_Answer(fault.status, {"error": fault.says}))
+                self._send(Answer(fault.status, {"error": fault.says}))
                 return
         self._send(self._outcome(path, body))
 
@@ -174,26 +185,26 @@ class _Handler(BaseHTTPRequestHandler):
             self.rfile.readline()
         return found
 
-    def _outcome(self, path: str, body: bytes) -> _Answer:
+    def _outcome(self, path: str, body: bytes) -> Answer:
         try:
-            for method, pattern, action in _ROUTES:
+            for method, pattern, action in self.routes:
                 match = re.fullmatch(pattern, path)
                 if match is not None and self.command in method.split():
                     self._check_token(path)
                     with self.hub.lock:
-                        return action(self, *map(unquote, match.groups()), body) or _Answer(200)
-        except _Answer as answer:
+                        return action(self, *map(unquote, match.groups()), body) or Answer(200)
+        except Answer as answer:
             return answer
-        return _Answer(404, {"error": f"no such place: {path}"})
+        return Answer(404, {"error": f"no such place: {path}"})
 
     def _check_token(self, path: str) -> None:
         if self.command == "POST" and path.startswith("/api/") and self.headers.get("Authorization") is None:
-            raise _Answer(401, {"error": "Invalid username or password."})
+            raise Answer(401, {"error": "Invalid username or password."})
         if not path.startswith("/lfs/") and self.headers.get("Authorization") not in (None, f"Bearer {TOKEN}"):
             message = "Invalid credentials in Authorization header"
-            raise _Answer(401, {"error": message}, {"X-Error-Message": message})
+            raise Answer(401, {"error": message}, {"X-Error-Message": message})
 
-    def _send(self, answer: _Answer) -> None:
+    def _send(self, answer: Answer) -> None:
         self.send_response(answer.status)
         headers = {"Content-Type": "application/json", "Content-Length": str(len(answer.body)), **answer.headers}
         for name, value in headers.items():
@@ -204,39 +215,39 @@ class _Handler(BaseHTTPRequestHandler):
 
     # What is asked for
 
-    def whoami(self, _: bytes) -> _Answer:
-        return _Answer(200, {"type": "user", "name": "user", "auth": {}})
+    def whoami(self, _: bytes) -> Answer:
+        return Answer(200, {"type": "user", "name": "user", "auth": {}})
 
-    def create(self, body: bytes) -> _Answer:
+    def create(self, body: bytes) -> Answer:
         asked = json.loads(body)
         name = f"{asked.get('organization') or 'user'}/{asked['name']}"
         if name in self.hub.repositories:
-            return _Answer(409, {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"})
+            return Answer(409, {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"})
         private = asked.get("visibility") == "private" or bool(asked.get("private"))
         found = self.hub.repositories[name] = Repository(private=private)
         found.add_commit("main", {".gitattributes": Blob(b"*.safetensors filter=lfs\n", False)}, "initial commit")
-        return _Answer(200, {"url": f"{self.hub.url}/{name}", "name": name})
+        return Answer(200, {"url": f"{self.hub.url}/{name}", "name": name})
 
-    def validate(self, _: bytes) -> _Answer:
-        return _Answer(200, {"errors": [], "warnings": []})
+    def validate(self, _: bytes) -> Answer:
+        return Answer(200, {"errors": [], "warnings": []})
 
-    def info(self, name: str, revision: str, _: bytes) -> _Answer:
+    def info(self, name: str, revision: str, _: bytes) -> Answer:
         repository = self._repository(name)
         oid, files = self._files(repository, revision or "main")
         siblings = [{"rfilename": path} for path in files]
-        return _Answer(
+        return Answer(
             200,
             {"id": name, "modelId": name, "sha": oid, "private": repository.private, "tags": [], "siblings": siblings},
         )
 
-    def branch(self, name: str, branch: str, _: bytes) -> _Answer:
+    def branch(self, name: str, branch: str, _: bytes) -> Answer:
         repository = self._repository(name)
         if branch in repository.branches:
-            return _Answer(409, {"error": "Reference already exists"})
+            return Answer(409, {"error": "Reference already exists"})
         repository.branches[branch] = repository.branches["main"]
-        return _Answer(200)
+        return Answer(200)
 
-    def preupload(self, name: str, revision: str, body: bytes) -> _Answer:
+    def preupload(self, name: str, revision: str, body: bytes) -> Answer:
         _, there = self._files(self._repository(name), revision)
         found = []
         for file in json.loads(body)["files"]:
@@ -250,10 +261,10 @@ class _Handler(BaseHTTPRequestHandler):
                     "oid": old.oid if old else None,
                 }
             )
-        return _Answer(200, {"files": found})
+        return Answer(200, {"files": found})
 
-    def batch(self, _name: str, body: bytes) -> _Answer:
-        return _Answer(
+    def batch(self, _name: str, body: bytes) -> Answer:
+        return Answer(
             200, {"transfer": "basic", "objects": [self._object(**one) for one in json.loads(body)["objects"]]}
         )
 
@@ -274,34 +285,34 @@ class _Handler(BaseHTTPRequestHandler):
     def put_whole(self, oid: str, body: bytes) -> None:
         self._keep_large(oid, body)
 
-    def put_part(self, oid: str, number: str, body: bytes) -> _Answer:
+    def put_part(self, oid: str, number: str, body: bytes) -> Answer:
         self.hub.parts[oid, int(number)] = body
-        return _Answer(200, None, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'})
+        return Answer(200, None, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'})
 
     def complete(self, oid: str, body: bytes) -> None:
         parts = json.loads(body)["parts"]
         self._keep_large(oid, b"".join([self.hub.parts.pop((oid, one["partNumber"])) for one in parts]))
 
-    def verify(self, body: bytes) -> _Answer:
-        return _Answer(200 if json.loads(body)["oid"] in self.hub.large else 404)
+    def verify(self, body: bytes) -> Answer:
+        return Answer(200 if json.loads(body)["oid"] in self.hub.large else 404)
 
     def _keep_large(self, oid: str, content: bytes) -> None:
         if hashlib.sha256(content).hexdigest() != oid:
-            raise _Answer(400, {"error": "the content is not what was announced"})
+            raise Answer(400, {"error": "the content is not what was announced"})
         self.hub.large[oid] = content
 
-    def commit(self, name: str, revision: str, body: bytes) -> _Answer:
+    def commit(self, name: str, revision: str, body: bytes) -> Answer:
         repository = self._repository(name)
         oid, there = self._files(repository, revision)
         lines = [json.loads(line) for line in body.splitlines()]
         header, files = lines[0]["value"], dict(there)
         if header.get("parentCommit") not in (None, oid):
             message = "A commit has happened since. Please refresh and try again."
-            return _Answer(412, {"error": message}, {"X-Error-Message": message})
+            return Answer(412, {"error": message}, {"X-Error-Message": message})
         for line in lines[1:]:
             self._change(files, line["key"], line["value"])
         made = repository.add_commit(revision, files, header["summary"])
-        return _Answer(200, {"commitUrl": f"{self.hub.url}/{name}/commit/{made}", "commitOid": made, "success": True})
+        return Answer(200, {"commitUrl": f"{self.hub.url}/{name}/commit/{made}", "commitOid": made, "success": True})
 
     def _change(self, files: dict[str, Blob], key: str, value: dict[str, Any]) -> None:
         path = value["path"]
@@ -309,40 +320,40 @@ class _Handler(BaseHTTPRequestHandler):
             files[path] = Blob(base64.b64decode(value["content"]), False)
         elif key == "lfsFile":
             if value["oid"] not in self.hub.large:
-                raise _Answer(400, {"error": f"{path}: its content was not uploaded"})
+                raise Answer(400, {"error": f"{path}: its content was not uploaded"})
             files[path] = Blob(self.hub.large[value["oid"]], True)
         elif path not in files:
-            raise _Answer(404, {"error": "A file with this name doesn't exist"}, {"X-Error-Code": "EntryNotFound"})
+            raise Answer(404, {"error": "A file with this name doesn't exist"}, {"X-Error-Code": "EntryNotFound"})
         else:
             del files[path]
 
-    def paths_info(self, name: str, revision: str, body: bytes) -> _Answer:
+    def paths_info(self, name: str, revision: str, body: bytes) -> Answer:
         _, files = self._files(self._repository(name), revision)
         asked = parse_qs(str(body, "utf-8"))["paths"]
-        return _Answer(200, [_entry(name, files[name]) for name in asked if name in files])
+        return Answer(200, [_entry(name, files[name]) for name in asked if name in files])
 
-    def tree(self, name: str, revision: str, _: bytes) -> _Answer:
+    def tree(self, name: str, revision: str, _: bytes) -> Answer:
         files = self._files(self._repository(name), revision)[1]
-        return _Answer(200, [_entry(path, blob) for path, blob in files.items()])
+        return Answer(200, [_entry(path, blob) for path, blob in files.items()])
 
-    def content(self, name: str, revision: str, path: str, _: bytes) -> _Answer:
+    def content(self, name: str, revision: str, path: str, _: bytes) -> Answer:
         oid, files = self._files(self._repository(name), revision)
         if path not in files:
-            raise _absent("EntryNotFound")
+            raise absent("EntryNotFound")
         blob = files[path]
         headers = {"X-Repo-Commit": oid, "ETag": f'"{blob.oid}"', "Content-Type": "application/octet-stream"}
-        return _Answer(200, blob.content, headers)
+        return Answer(200, blob.content, headers)
 
     def _repository(self, name: str) -> Repository:
         found = self.hub.repositories.get(name)
         if found is None or (found.private and self.headers.get("Authorization") is None):
-            raise _absent("RepoNotFound")
+            raise absent("RepoNotFound")
         return found
 
     def _files(self, repository: Repository, revision: str) -> tuple[str, dict[str, Blob]]:
         oid = repository.resolve(revision)
         if oid is None:
-            raise _absent("RevisionNotFound")
+            raise absent("RevisionNotFound")
         return oid, repository.commits[oid]
 
 
@@ -353,31 +364,34 @@ def _entry(path: str, blob: Blob) -> dict[str, Any]:
 
 
 _REPO = r"/api/models/([^/]+/[^/]+)"
-_ROUTES: list[tuple[str, str, Any]] = [
-    ("GET", "/api/whoami-v2", _Handler.whoami),
-    ("POST", "/api/repos/create", _Handler.create),
-    ("POST", "/api/validate-yaml", _Handler.validate),
-    ("GET", rf"{_REPO}()", _Handler.info),
-    ("GET", rf"{_REPO}/revision/([^/]+)", _Handler.info),
-    ("POST", rf"{_REPO}/branch/([^/]+)", _Handler.branch),
-    ("POST", rf"{_REPO}/preupload/([^/]+)", _Handler.preupload),
-    ("POST", rf"{_REPO}/commit/([^/]+)", _Handler.commit),
-    ("POST", rf"{_REPO}/paths-info/([^/]+)", _Handler.paths_info),
-    ("GET", rf"{_REPO}/tree/([^/]+)", _Handler.tree),
-    ("POST", r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", _Handler.batch),
-    ("PUT", "/lfs/whole/([^/]+)", _Handler.put_whole),
-    ("PUT", "/lfs/part/([^/]+)/([^/]+)", _Handler.put_part),
-    ("POST", "/lfs/complete/([^/]+)", _Handler.complete),
-    ("POST", "/lfs/verify", _Handler.verify),
-    ("GET HEAD", r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", _Handler.content),
+ROUTES: list[tuple[str, str, Any]] = [
+    ("GET", "/api/whoami-v2", HubHandler.whoami),
+    ("POST", "/api/repos/create", HubHandler.create),
+    ("POST", "/api/validate-yaml", HubHandler.validate),
+    ("GET", rf"{_REPO}()", HubHandler.info),
+    ("GET", rf"{_REPO}/revision/([^/]+)", HubHandler.info),
+    ("POST", rf"{_REPO}/branch/([^/]+)", HubHandler.branch),
+    ("POST", rf"{_REPO}/preupload/([^/]+)", HubHandler.preupload),
+    ("POST", rf"{_REPO}/commit/([^/]+)", HubHandler.commit),
+    ("POST", rf"{_REPO}/paths-info/([^/]+)", HubHandler.paths_info),
+    ("GET", rf"{_REPO}/tree/([^/]+)", HubHandler.tree),
+    ("POST", r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", HubHandler.batch),
+    ("PUT", "/lfs/whole/([^/]+)", HubHandler.put_whole),
+    ("PUT", "/lfs/part/([^/]+)/([^/]+)", HubHandler.put_part),
+    ("POST", "/lfs/complete/([^/]+)", HubHandler.complete),
+    ("POST", "/lfs/verify", HubHandler.verify),
+    ("GET HEAD", r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", HubHandler.content),
 ]
+
+
+HubHandler.routes = ROUTES
 
 
 @contextmanager
 def serving_hub(part_bytes: int = 1 << 20) -> Iterator[Hub]:
     """A Hub that answers while the block runs, for other processes that are told its `url` by HF_ENDPOINT."""
     hub = Hub(part_bytes)
-    with answering(type("Handler", (_Handler,), {"hub": hub})) as hub.url:
+    with answering(type("Handler", (HubHandler,), {"hub": hub})) as hub.url:
         yield hub
 
 

@@ -6,6 +6,7 @@ import pytest
 from broken_lines import broken_line
 from buckets import new_bucket
 from faults import rewrite_manifest, save_of, save_with_state
+from hub_bucket_server import serving_buckets, using_buckets
 from test_bucket_places import command
 from test_copies import FROZEN, files_of, save_large
 
@@ -16,13 +17,17 @@ from ft_ckpt.checkpoint.guards import hold_lease, pin
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.place import Place, open_place
 
 
-@pytest.fixture(params=["folder", "bucket"])
+@pytest.fixture(params=["folder", "bucket", "bucket of the Hub"])
 def there(request, tmp_path):
     """Where the run goes."""
-    return Place(LocalStore(tmp_path / "there" / "sft")) if request.param == "folder" else Place(new_bucket())
+    if request.param == "bucket of the Hub":
+        with serving_buckets(tmp_path / "contents") as hub, using_buckets(hub):
+            yield open_place("hf://buckets/user/ckpts/sft")
+    else:
+        yield Place(LocalStore(tmp_path / "there" / "sft")) if request.param == "folder" else Place(new_bucket())
 
 
 def save_small(run, *steps, **facts):

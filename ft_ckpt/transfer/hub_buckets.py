@@ -1,0 +1,208 @@
+"""Sends checkpoints into storage buckets of the Hugging Face Hub, and makes such buckets.
+
+A bucket takes files in batches, each of which may be done in part, and has no conditional writes. So the files come in
+one batch, are compared by their Xet hashes with the ones that were read here, and the manifest follows on its own. A
+mark, see `guards`, tells other senders, and what a killed one has left. Files that are there already stay.
+"""
+
+import time
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import hf_xet
+
+from ft_ckpt.checkpoint.catalog import next_number
+from ft_ckpt.checkpoint.guards import SAVING, SaveMark, clear_spent_mark, settled_list
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, check_paths, manifest_to_json
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.checkpoint.staging import clear_folder
+from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, NameTakenError, TargetError, listing
+from ft_ckpt.storage.digests import FileRecord, digest_of_open, digest_problem
+from ft_ckpt.storage.hub_bucket import HubBucket, bucket_errors
+from ft_ckpt.storage.hub_client import MOST_TRIES, hub_status, is_worth_another_look, progress_bars
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.scratch import is_worth_showing
+from ft_ckpt.storage.store import Store
+from ft_ckpt.transfer.copies import CopyReport, content_identity, is_same_copy, manifest_at
+from ft_ckpt.transfer.pull_cache import pull_cached
+
+_PAUSE_SECONDS = 1.0
+_MOST_LISTED = 10_000  # files beside the new checkpoint among which known content is looked for
+_BATCH_FAILED = (200, 422)  # the Hub reports single operations that failed
+
+
+def make_bucket(store: Store, private: bool | None = None) -> None:
+    """Make the bucket of `store` if there is none: a private one, unless `private` is False.
+
+    Raises TargetError if it is public and `private` is True, or if it cannot be made.
+    """
+    bucket = _bucket_of(store)
+    try:
+        with bucket_errors(store.url):
+            is_private = bucket.api.bucket_info(bucket.bucket_id).private
+    except ConfigError:
+        with bucket_errors(store.url, writing=True):
+            bucket.api.create_bucket(bucket.bucket_id, private=private is not False, exist_ok=True)
+        return
+    if private and not is_private:
+        raise TargetError(f"{store.url}: public, and private=True was asked for; make it private, nothing was sent")
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What is to be in the bucket."""
+
+    manifest: Manifest
+    hashes: dict[str, str]  # Xet hash of each file
+    folder: Path | None  # with the files; None if all are in `bucket`
+    bucket: str  # that has them, or that they go to
+
+
+def send_open(held: OpenCheckpoint, goal: Place, manifest: Manifest, *, overwrite: bool, shown: bool) -> CopyReport:
+    """Copy what `manifest` lists of an open checkpoint to `goal` in a bucket, as `copies.copy_open` does.
+
+    From a bucket of the Hub the Hub itself copies; what is in another bucket comes into the cache first. An interrupted
+    copy is continued: files that are there with their content are not sent again.
+    """
+    begun = time.monotonic()
+    if not isinstance(held.store, LocalStore) and not _is_as_committed(held, manifest):
+        with open_checkpoint(pull_cached(held, manifest).path, compares=False) as local:
+            report = send_open(local, goal, manifest, overwrite=overwrite, shown=shown)
+        return replace(report, source=held.location, seconds=time.monotonic() - begun)
+    check_paths(manifest, str(goal))
+    content = _content_of(held, manifest, _bucket_of(goal.folder))
+    make_bucket(goal.folder)
+    tries = 0
+    while True:
+        tries += 1
+        try:
+            report = _send_once(content, goal, overwrite=overwrite, shown=shown, copies=tries == 1)
+            break
+        except CheckpointError as error:
+            if tries == MOST_TRIES or not _is_passing(error):
+                raise
+        time.sleep(_PAUSE_SECONDS)
+    return replace(report, source=held.location, seconds=time.monotonic() - begun)
+
+
+def _is_as_committed(held: OpenCheckpoint, manifest: Manifest) -> bool:
+    """Whether a checkpoint in a bucket of the Hub has the files that were compared when it was committed."""
+    if not isinstance(held.origin, HubBucket):
+        return False
+    found = {each.name: each.etag for each in held.store.list()}
+    return all(file.etag is not None and found.get(file.path) == file.etag for file in manifest.files)
+
+
+def _content_of(held: OpenCheckpoint, manifest: Manifest, goal: HubBucket) -> _Content:
+    """The content to send, all of whose digests are compared. Raises CorruptError."""
+    if isinstance(held.origin, HubBucket):
+        hashes = {file.path: str(file.etag) for file in manifest.files}
+        return _Content(manifest, hashes, None, held.origin.bucket_id)
+    names = [file.path for file in manifest.files]
+    wrong = [f"{file.path}: missing" for file in manifest.files if held.store.stat(file.path) is None]
+    if not wrong:
+        found = hf_xet.hash_files([str(held.folder / name) for name in names])
+        wrong = [line for file in manifest.files if (line := _problem_of(held, file)) is not None]
+    if wrong:
+        raise CorruptError(f"{held.location}: {listing(wrong)}; nothing was copied, use another checkpoint")
+    hashes = {name: each.hash for name, each in zip(names, found, strict=True)}
+    return _Content(manifest, hashes, held.folder, goal.bucket_id)
+
+
+def _send_once(content: _Content, goal: Place, *, overwrite: bool, shown: bool, copies: bool) -> CopyReport:
+    """Look at what is there, send the rest, and commit it."""
+    store, manifest = _bucket_of(goal.folder), content.manifest
+    names = tuple(file.path for file in manifest.files)
+    size_bytes = sum(file.size_bytes for file in manifest.files)
+    found = manifest_at(goal)
+    same = is_same_copy(found, manifest)
+    if same and not _differing(store, content):
+        clear_spent_mark(store)
+        return CopyReport(goal.location, "", False, names, size_bytes, 0, (), 0.0)
+    if not (overwrite or same) and (found is not None or goal.is_object):
+        raise NameTakenError(f"{goal}: is there already; give another place, or overwrite=True (--force)")
+    shown = shown and is_worth_showing(size_bytes)
+    mark = SaveMark(store, f"copy of {content_identity(manifest)}")
+    mark.take_after_look()
+    try:
+        listed = settled_list(store, SAVING)
+        there = {each.name for each in listed if content.hashes.get(each.name) == each.etag}
+        clear_folder(store, listed, mark, overwrite=overwrite or same, keep=there)
+    except BaseException:
+        mark.release()
+        raise
+    try:
+        sent, reused = _send_files(content, goal, there, shown=shown, copies=copies)
+        _commit(content, goal, mark)
+    except BaseException:
+        mark.stop()  # it stays for the next call, which goes on
+        raise
+    mark.release()
+    sent_bytes = sum(file.size_bytes for file in manifest.files if file.path in sent)
+    return CopyReport(goal.location, "", True, names, size_bytes, sent_bytes, tuple(sorted(reused)), 0.0)
+
+
+def _send_files(
+    content: _Content, goal: Place, there: set[str], *, shown: bool, copies: bool
+) -> tuple[set[str], set[str]]:
+    """Send the files that are not `there` in one batch; returns those that were sent, and those that were copied."""
+    store, folder = _bucket_of(goal.folder), content.folder
+    missing = {name: hashed for name, hashed in content.hashes.items() if name not in there}
+    copied = set(missing)
+    if folder is not None:
+        known = _bucket_of(goal.beside).known_hashes(_MOST_LISTED) if copies and missing else set()
+        sizes = {file.path: file.size_bytes for file in content.manifest.files}
+        copied = {name for name, hashed in missing.items() if hashed in known and sizes[name]}
+    sent = missing.keys() - copied
+    with bucket_errors(str(goal), writing=True), progress_bars(shown=shown):
+        store.send(
+            {name: folder / name for name in sorted(sent) if folder is not None},
+            {name: (content.bucket, missing[name]) for name in sorted(copied)},
+        )
+    return sent, copied
+
+
+def _commit(content: _Content, goal: Place, mark: SaveMark) -> None:
+    """Compare the files in the bucket with the ones here, and write the manifest; compare again afterwards.
+
+    Raises TargetError if another sender has replaced files or the mark; readers refuse such a mixture, because the
+    manifest has the hashes.
+    """
+    store, manifest = _bucket_of(goal.folder), content.manifest
+    if wrong := _differing(store, content):
+        raise TargetError(f"{goal}: {listing(wrong, ', ')}: not in the bucket as sent; copy it again")
+    if manifest.step is None and manifest.number is None:
+        manifest = replace(manifest, number=next_number(store, _bucket_of(goal.beside)))
+    records = tuple(replace(file, linked=False, etag=content.hashes[file.path]) for file in manifest.files)
+    text = manifest_to_json(replace(manifest, files=records, token=mark.token)).encode()
+    mark.check()
+    store.write(MANIFEST_NAME, text)
+    if store.read(MANIFEST_NAME) != text or (wrong := _differing(store, content)):
+        raise TargetError(f"{goal}: another process writes there, too; let it end, verify, and copy again")
+
+
+def _differing(store: HubBucket, content: _Content) -> list[str]:
+    """The files that are not in the bucket with their content."""
+    found = {each.name: each.etag for each in store.list()}
+    return [name for name, hashed in content.hashes.items() if found.get(name) != hashed]
+
+
+def _problem_of(held: OpenCheckpoint, file: FileRecord) -> str | None:
+    with closing(held.store.open(file.path)) as opened:
+        if opened.size_bytes != file.size_bytes:
+            return f"{file.path}: {opened.size_bytes:,} bytes, expected {file.size_bytes:,}"
+        return digest_problem(file, digest_of_open(opened, file))
+
+
+def _is_passing(error: BaseException) -> bool:
+    """Whether to try again after an error of ours."""
+    cause = error.__cause__
+    return cause is not None and (hub_status(cause) in _BATCH_FAILED or is_worth_another_look(cause))
+
+
+def _bucket_of(store: Store) -> HubBucket:
+    if not isinstance(store, HubBucket):
+        raise ConfigError(f"{store.url}: no bucket of the Hub")
+    return store

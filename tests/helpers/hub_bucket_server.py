@@ -1,0 +1,241 @@
+"""A Hub on loopback that has storage buckets: what huggingface_hub asks of one for them.
+
+The content goes by Xet as it really does, hf_xet cuts and names it, but into a folder: the Hub's answers lead hf_xet to
+a content store on this disk (local://). What is in a batch is read back from there and compared with its hash.
+"""
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from urllib.parse import parse_qs, quote, urlsplit
+
+import hf_xet
+from hub_server import ROUTES, TOKEN, Answer, Hub, HubHandler, absent, using_hub
+from huggingface_hub.utils import _xet
+from loopback import answering
+
+EMPTY = "0" * 64  # the hash of no bytes
+
+
+@dataclass
+class StoredFile:
+    """A file of a bucket."""
+
+    hash: str
+    time: float = field(default_factory=time.time)
+
+
+@dataclass
+class Bucket:
+    """One bucket: its files by path."""
+
+    private: bool
+    files: dict[str, StoredFile] = field(default_factory=dict)
+
+
+class BucketHub(Hub):
+    """The server's state, and what a test asks of it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.buckets: dict[str, Bucket] = {}
+        self.contents: dict[str, bytes] = {EMPTY: b""}
+        self.places: list[Path] = []
+        self.operations: list[tuple[str, str]] = []  # of all batches, as (type, path)
+        self.page = 5  # entries of a listing in one answer
+
+    def bytes_of(self, bucket: str) -> dict[str, bytes]:
+        """The files of a bucket."""
+        return {path: self.contents[file.hash] for path, file in sorted(self.buckets[bucket].files.items())}
+
+    def put_file(self, bucket: str, path: str, content: bytes) -> None:
+        """Put a file there as somebody else would."""
+        place = self.new_place()
+        with hf_xet.XetSession().new_upload_commit(**_client_of(place)) as commit:
+            sent = commit.start_upload_bytes(content, sha256=hf_xet.SKIP_SHA256)
+        name = sent.result().xet_info.hash
+        self.contents[name] = content
+        self.buckets[bucket].files[path] = StoredFile(name)
+
+    def new_place(self) -> Path:
+        """A folder that a client uploads to: each has its own, because hf_xet locks it against other processes."""
+        self.places.append(Path(tempfile.mkdtemp(dir=self.folder)))
+        return self.places[-1]
+
+    def place_of_all(self) -> Path:
+        """A folder with all contents, for a client that downloads."""
+        place = Path(tempfile.mkdtemp(dir=self.folder))
+        with hf_xet.XetSession().new_upload_commit(**_client_of(place)) as commit:
+            for content in self.contents.values():
+                commit.start_upload_bytes(content, sha256=hf_xet.SKIP_SHA256)
+        copied = Path(tempfile.mkdtemp(dir=self.folder))
+        return shutil.copytree(place, copied, dirs_exist_ok=True)
+
+    def content(self, name: str) -> bytes | None:
+        """The bytes with that hash, which were uploaded; None if they were not."""
+        for place in reversed(self.places):
+            if name in self.contents:
+                break
+            with tempfile.TemporaryDirectory() as copied:
+                group = hf_xet.XetSession().new_download_stream_group(
+                    **_client_of(shutil.copytree(place, copied, dirs_exist_ok=True))
+                )
+                content = b"".join(map(bytes, group.download_stream(hf_xet.XetFileInfo(name))))
+                file = Path(copied, "file")
+                file.write_bytes(content)
+                if hf_xet.hash_files([str(file)])[0].hash == name:
+                    self.contents[name] = content
+        return self.contents.get(name)
+
+
+def _client_of(place: str | Path) -> dict[str, Any]:
+    return {"endpoint": f"local://{place}", "token": "xet", "token_expiry_unix_secs": int(time.time()) + 3600}
+
+
+class _BucketHandler(HubHandler):
+    hub: BucketHub
+
+    def create_bucket(self, name: str, body: bytes) -> Answer:
+        url = {"url": f"{self.hub.url}/buckets/{name}"}
+        if name in self.hub.buckets:
+            return Answer(409, url)
+        if not name.startswith("user/"):
+            return Answer(403, {"error": "You don't have the rights to create a bucket under this namespace"})
+        asked = json.loads(body)
+        self.hub.buckets[name] = Bucket(private=asked.get("visibility") == "private" or bool(asked.get("private")))
+        return Answer(200, url)
+
+    def bucket_info(self, name: str, _: bytes) -> Answer:
+        bucket = self._bucket(name)
+        facts = {"id": name, "private": bucket.private, "createdAt": _stamp(0), "size": 0}
+        return Answer(200, {**facts, "totalFiles": len(bucket.files)})
+
+    def bucket_tree(self, name: str, prefix: str, _: bytes) -> Answer:
+        bucket, query = self._bucket(name), parse_qs(urlsplit(self.path).query)
+        files = {path: file for path, file in sorted(bucket.files.items()) if path.startswith(prefix)}
+        found = [self._file(path, file) for path, file in files.items()]
+        if query.get("recursive", ["false"])[0].lower() != "true":
+            found = list({entry["path"]: entry for entry in (_top(each, prefix) for each in found)}.values())
+        start = int(query.get("cursor", ["0"])[0])
+        page, rest = found[start : start + self.hub.page], found[start + self.hub.page :]
+        here = f"{self.hub.url}{urlsplit(self.path).path}?recursive={query.get('recursive', ['false'])[0]}"
+        link = {"Link": f'<{here}&cursor={start + self.hub.page}>; rel="next"'} if rest else {}
+        return Answer(200, page, link)
+
+    def bucket_paths(self, name: str, body: bytes) -> Answer:
+        files = self._bucket(name).files
+        return Answer(200, [self._file(path, files[path]) for path in json.loads(body)["paths"] if path in files])
+
+    def bucket_batch(self, name: str, body: bytes) -> Answer:
+        """Each operation on its own; those that fail are named."""
+        bucket, lines = self._bucket(name), [json.loads(line) for line in body.splitlines()]
+        whys = [(line["path"], self._operation(bucket, line)) for line in lines]
+        failed = [{"path": path, "error": why} for path, why in whys if why]
+        done = len(lines) - len(failed)
+        return Answer(200 if done else 422, {"success": not failed, "processed": done, "failed": failed})
+
+    def _operation(self, bucket: Bucket, line: dict[str, Any]) -> str:
+        path = line["path"]
+        self.hub.operations.append((line["type"], path))
+        if line["type"] == "deleteFile":
+            return "" if bucket.files.pop(path, None) is not None else "no such file"
+        name = line["xetHash"]
+        if line["type"] == "copyFile":
+            source = self.hub.buckets.get(line["sourceRepoId"]) if line["sourceRepoType"] == "bucket" else None
+            if source is None or name not in {file.hash for file in source.files.values()}:
+                return "the source has no such content"
+        elif self.hub.content(name) is None:
+            return "its content was not uploaded"
+        bucket.files[path] = StoredFile(name)
+        return ""
+
+    def xet_token(self, name: str, kind: str, _: bytes) -> Answer:
+        self._bucket(name)
+        if kind == "write" and self.headers.get("Authorization") is None:
+            return Answer(401, {"error": "Invalid username or password."})
+        place = self.hub.new_place() if kind == "write" else self.hub.place_of_all()
+        return Answer(200, {"accessToken": "xet", "exp": int(time.time()) + 3600, "casUrl": f"local://{place}"})
+
+    def bucket_file(self, name: str, path: str, _: bytes) -> Answer:
+        file = self._bucket(name).files.get(path)
+        if file is None:
+            raise absent("EntryNotFound")
+        headers = {
+            "Location": self.hub.url.replace("127.0.0.1", "localhost") + f"/cdn/{file.hash}",  # of another host
+            "X-Xet-Hash": file.hash,
+            "X-Linked-Size": str(len(self.hub.contents[file.hash])),
+            "X-Xet-Refresh-Route": f"{self.hub.url}/api/buckets/{quote(name)}/xet-read-token",
+        }
+        return Answer(302, None, headers)
+
+    def cdn(self, name: str, _: bytes) -> Answer:
+        if self.headers.get("Authorization") is not None:
+            return Answer(400, {"error": "the token has left the Hub"})
+        content, asked = self.hub.contents[name], self.headers.get("Range")
+        if asked is None:
+            return Answer(200, content)
+        start, stop = map(int, asked.removeprefix("bytes=").split("-"))
+        return Answer(206, content[start : stop + 1])
+
+    def _bucket(self, name: str) -> Bucket:
+        found = self.hub.buckets.get(name)
+        if found is None or (found.private and self.headers.get("Authorization") != f"Bearer {TOKEN}"):
+            raise absent("RepoNotFound")
+        return found
+
+    def _file(self, path: str, file: StoredFile) -> dict[str, Any]:
+        facts = {"type": "file", "path": path, "size": len(self.hub.contents[file.hash]), "xetHash": file.hash}
+        return {**facts, "mtime": _stamp(file.time), "uploadedAt": _stamp(file.time)}
+
+
+def _top(entry: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """What a listing of one level has of a file: itself, or the folder that it is in."""
+    path: str = entry["path"]
+    begin = f"{prefix}/" if prefix and path.startswith(f"{prefix}/") else ""
+    step, _, deeper = path[len(begin) :].partition("/")
+    return {"type": "directory", "path": begin + step, "uploadedAt": entry["uploadedAt"]} if deeper else entry
+
+
+def _stamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+_BUCKET = "/api/buckets/([^/]+/[^/]+)"
+_BucketHandler.routes = [
+    *ROUTES,
+    ("POST", _BUCKET, _BucketHandler.create_bucket),
+    ("GET", _BUCKET, _BucketHandler.bucket_info),
+    ("GET", rf"{_BUCKET}/tree/?(.*)", _BucketHandler.bucket_tree),
+    ("POST", rf"{_BUCKET}/paths-info", _BucketHandler.bucket_paths),
+    ("POST", rf"{_BUCKET}/batch", _BucketHandler.bucket_batch),
+    ("GET", rf"{_BUCKET}/xet-(read|write)-token", _BucketHandler.xet_token),
+    ("GET HEAD", "/buckets/([^/]+/[^/]+)/resolve/(.+)", _BucketHandler.bucket_file),
+    ("GET HEAD", "/cdn/(.+)", _BucketHandler.cdn),
+]
+
+
+@contextmanager
+def using_buckets(hub: Hub) -> Iterator[None]:
+    """As `using_hub`; hf_xet, which else waits for minutes, gives up early."""
+    quick = {"HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "1", "HF_XET_CLIENT_RETRY_BASE_DELAY": "10ms"}
+    session = patch.object(_xet, "_GLOBAL_XET_HOLDER", _xet.XetSessionHolder())
+    with patch.dict("os.environ", quick), session, using_hub(hub):
+        yield
+
+
+@contextmanager
+def serving_buckets(folder: Path) -> Iterator[BucketHub]:
+    """A Hub with buckets that answers while the block runs; contents are kept in `folder`."""
+    folder.mkdir(exist_ok=True)
+    hub = BucketHub(folder)
+    with answering(type("Handler", (_BucketHandler,), {"hub": hub})) as hub.url:
+        yield hub
