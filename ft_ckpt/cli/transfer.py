@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 def add_push(parser: ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint on this machine.")
-    parser.add_argument("url", metavar="URL", help="hf://user/name[@revision][/folder], or in a bucket.")
+    parser.add_argument(
+        "url", metavar="URL", help="hf://user/name[@revision][/folder], or in a bucket (s3://, hf://buckets/)."
+    )
     parser.add_argument("--private", action="store_true", help="Make the repository a private one, if it is new.")
     parser.add_argument("--state", action="store_true", help="Push the training state, too.")
     parser.add_argument("--base-id", metavar="NAME", help="Name of the base model on the Hub.")

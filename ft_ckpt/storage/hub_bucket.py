@@ -215,15 +215,10 @@ class HubBucket:
 
     def _refuse(self, name: str) -> NoReturn:
         self.path(name)
-        raise _refused_save(self.where(name))
-
-
-def _refused_save(where: str) -> ConfigError:
-    """The error for a save into a bucket of the Hub."""
-    return ConfigError(
-        f"{where}: nothing is saved into a bucket of the Hub directly, because it has no conditional writes; save to a "
-        "disk and `ft-ckpt sync` (or cp, push) it there, or use its S3 gateway (s3://)"
-    )
+        raise ConfigError(
+            f"{self.url}: nothing is saved into a bucket of the Hub directly, because it has no conditional writes; "
+            "save to a disk and `ft-ckpt sync` (or cp, push) it there, or use its S3 gateway (s3://)"
+        )
 
 
 @dataclass

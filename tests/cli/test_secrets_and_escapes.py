@@ -114,6 +114,8 @@ def test_what_the_hub_answers_is_not_repeated_as_it_is(status, run, monkeypatch)
         for call in (
             lambda: ft_ckpt.pull("hf://user/name", "pulled"),
             lambda: ft_ckpt.push("run/checkpoint-1", "user/x"),
+            lambda: ft_ckpt.pull("hf://buckets/user/name/x", "pulled"),
+            lambda: ft_ckpt.copy("run/checkpoint-1", "hf://buckets/user/name/x"),
         ):
             hub.faults = [HubFault(".", status=status, says=says, times=100)]
             with pytest.raises(CheckpointError) as caught:

@@ -108,7 +108,7 @@ class _BucketHandler(HubHandler):
         url = {"url": f"{self.hub.url}/buckets/{name}"}
         if name in self.hub.buckets:
             return Answer(409, url)
-        if not name.startswith("user/"):
+        if name.startswith("others/"):
             return Answer(403, {"error": "You don't have the rights to create a bucket under this namespace"})
         asked = json.loads(body)
         self.hub.buckets[name] = Bucket(private=asked.get("visibility") == "private" or bool(asked.get("private")))

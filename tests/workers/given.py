@@ -21,6 +21,7 @@ import trainers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from engine_server import serving
+from hub_bucket_server import serving_buckets, using_buckets
 from hub_server import serving_hub, using_hub
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
@@ -112,6 +113,11 @@ on_on_disk = on_average = on_sign = on_schedule
 
 def on_push(script: int) -> dict[str, Any]:
     _open.enter_context(using_hub(_open.enter_context(serving_hub())))
+    return on_schedule(script)
+
+
+def on_hub_buckets(script: int) -> dict[str, Any]:
+    _open.enter_context(using_buckets(_open.enter_context(serving_buckets(Path("../contents").absolute()))))
     return on_schedule(script)
 
 
