@@ -6,9 +6,11 @@ mark, see `guards`, tells other senders, and what a killed one has left. Files t
 """
 
 import time
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import hf_xet
 
@@ -28,6 +30,7 @@ from ft_ckpt.storage.store import Store
 from ft_ckpt.transfer.copies import CopyReport, content_identity, is_same_copy, manifest_at
 from ft_ckpt.transfer.pull_cache import pull_cached
 
+_T = TypeVar("_T")
 _PAUSE_SECONDS = 1.0
 _MOST_LISTED = 10_000  # files beside the new checkpoint among which known content is looked for
 _BATCH_FAILED = (200, 422)  # the Hub reports single operations that failed
@@ -39,15 +42,18 @@ def make_bucket(store: Store, private: bool | None = None) -> None:
     Raises TargetError if it is public and `private` is True, or if it cannot be made.
     """
     bucket = _bucket_of(store)
-    try:
-        with bucket_errors(store.url):
-            is_private = bucket.api.bucket_info(bucket.bucket_id).private
-    except ConfigError:
-        with bucket_errors(store.url, writing=True):
-            bucket.api.create_bucket(bucket.bucket_id, private=private is not False, exist_ok=True)
-        return
+    is_private = _patiently(lambda _: _find_or_make(bucket, private=private is not False))
     if private and not is_private:
         raise TargetError(f"{store.url}: public, and private=True was asked for; make it private, nothing was sent")
+
+
+def _find_or_make(bucket: HubBucket, *, private: bool) -> bool:
+    """Whether the bucket is a private one; a missing one is made as that, if `private`."""
+    with suppress(ConfigError), bucket_errors(bucket.url):
+        return bucket.api.bucket_info(bucket.bucket_id).private
+    with bucket_errors(bucket.url, writing=True):
+        bucket.api.create_bucket(bucket.bucket_id, private=private, exist_ok=True)
+    return private
 
 
 @dataclass(frozen=True)
@@ -74,16 +80,7 @@ def send_open(held: OpenCheckpoint, goal: Place, manifest: Manifest, *, overwrit
     check_paths(manifest, str(goal))
     content = _content_of(held, manifest, _bucket_of(goal.folder))
     make_bucket(goal.folder)
-    tries = 0
-    while True:
-        tries += 1
-        try:
-            report = _send_once(content, goal, overwrite=overwrite, shown=shown, copies=tries == 1)
-            break
-        except CheckpointError as error:
-            if tries == MOST_TRIES or not _is_passing(error):
-                raise
-        time.sleep(_PAUSE_SECONDS)
+    report = _patiently(lambda tries: _send_once(content, goal, overwrite=overwrite, shown=shown, copies=tries == 1))
     return replace(report, source=held.location, seconds=time.monotonic() - begun)
 
 
@@ -194,6 +191,19 @@ def _problem_of(held: OpenCheckpoint, file: FileRecord) -> str | None:
         if opened.size_bytes != file.size_bytes:
             return f"{file.path}: {opened.size_bytes:,} bytes, expected {file.size_bytes:,}"
         return digest_problem(file, digest_of_open(opened, file))
+
+
+def _patiently(ask: Callable[[int], _T]) -> _T:
+    """The result of `ask`, which is given the number of the try; repeated after errors that may pass."""
+    tries = 0
+    while True:
+        tries += 1
+        try:
+            return ask(tries)
+        except CheckpointError as error:
+            if tries == MOST_TRIES or not _is_passing(error):
+                raise
+        time.sleep(_PAUSE_SECONDS)
 
 
 def _is_passing(error: BaseException) -> bool:
