@@ -63,7 +63,7 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small(tmp_path):
-    save_with_state(tmp_path / "run" / "checkpoint-1", 1)
+    save_with_state(tmp_path / "run" / "checkpoint-1", 1, run_id="r")
     return tmp_path / "run" / "checkpoint-1"
 
 
@@ -137,9 +137,13 @@ def test_a_model_is_loaded_from_there(hub, tmp_path):
     model = models.build("llama", 0)
     with CheckpointSaver(tokenizer=models.tokenizer()) as saver:
         saver.save(model, tmp_path / "final", push_to_hub=f"{URL}/final").push.result()
-    loaded = ft_ckpt.load_model(f"{URL}/final", verify=True)
     expected = model.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+    for loaded in (
+        ft_ckpt.load_model(f"{URL}/final", verify=True).state_dict(),
+        ft_ckpt.load(f"{URL}/final/model.safetensors", "cpu", verify=True),
+    ):
+        assert loaded
+        assert all(torch.equal(value, expected[name]) for name, value in loaded.items())
 
 
 def test_a_push_leaves_the_state_here_and_knows_its_options(hub, small, tmp_path):
@@ -177,12 +181,19 @@ def test_commands_take_such_urls(hub, small, tmp_path, monkeypatch, capsys):
     assert command(monkeypatch, "ls", f"{URL}/run") == 0
     assert "checkpoint-1" in capsys.readouterr().out
     assert command(monkeypatch, "verify", GOAL) == 0
+    assert command(monkeypatch, "show", GOAL) == 0
+    assert command(monkeypatch, "diff", GOAL, small) == 0
     assert command(monkeypatch, "push", small, f"{URL}/final") == 0
     assert command(monkeypatch, "cp", small, f"{URL}/final") == 2
     assert "--force" in capsys.readouterr().err
     assert command(monkeypatch, "cp", small, f"{URL}/final", "--force") == 0
     assert command(monkeypatch, "pull", f"{URL}/final", tmp_path / "back") == 0
     assert "verified" in capsys.readouterr().out
+    save_with_state(tmp_path / "run" / "checkpoint-2", 2, run_id="r")
+    assert command(monkeypatch, "sync", tmp_path / "run", f"{URL}/two") == 0
+    assert command(monkeypatch, "prune", f"{URL}/two", "--last", "1") == 0
+    assert "checkpoint-1" in capsys.readouterr().out
+    assert {path.split("/")[1] for path in hub.bytes_of("user/ckpts") if path.startswith("two/")} == {"checkpoint-2"}
     assert command(monkeypatch, "sync", f"{URL}/run", tmp_path / "runs") == 0
     assert verify(tmp_path / "runs" / "checkpoint-1").ok
 
