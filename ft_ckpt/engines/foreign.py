@@ -60,7 +60,10 @@ def rebuild_foreign(
         manifest = opened.manifest and replace(
             opened.manifest, made_from=(origin.last_step,), run_id=None, rankings={}, metrics={}, export=True
         )
-        options = replace(options, access=source_access(place, origin, options.target), made_from=(origin.last_step,))
+        access = source_access(place, origin, options.target)
+        for each in places:
+            access &= source_access(each, Place(each.beside), options.target)
+        options = replace(options, access=access, made_from=(origin.last_step,))
         return write_converted(WeightsFolder(opened.place, opened.origin, [part], manifest), place, options)
 
 

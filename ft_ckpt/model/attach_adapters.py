@@ -3,8 +3,8 @@
 import json
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import is_dataclass, replace
 from enum import Enum
 from types import UnionType
@@ -20,6 +20,8 @@ from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import BaseMismatchError, CheckpointError, CorruptError, LoadError, listing, shown
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.registry import format_named
+from ft_ckpt.formats.tensor_file import RawFile
+from ft_ckpt.formats.torch_file import compare_sums
 from ft_ckpt.model.adapters import BASE_STEPS, PREFIX, adapter_parts, base_sources, embedding_of, is_peft_model
 from ft_ckpt.model.base_model import differing_tensors, irreproducible, is_floating, keeps_base
 from ft_ckpt.model.entries import Entry
@@ -48,11 +50,16 @@ def base_of(record: PartRecord, given: Any, trust_remote_code: bool, *, verify: 
     if place is None:
         raise LoadError(f"adapter {record.adapter!r}: its base was built in memory and has no id; pass base=")
 
-    around = checkpoint_around(open_place(place)) if open_place(place).is_folder else None
+    where = open_place(place)
+    around = checkpoint_around(where) if where.is_folder else None
     if around is not None:
         with open_checkpoint(Place(around[0]), compares=False) as held:
             if problems := held.find_problems(deep=verify):
                 raise CorruptError(f"{held.location}: {listing(list(problems))}; use another copy of the base")
+    elif where.is_folder:
+        names = [each.name for each in where.folder.list_folder().objects]
+        if not any(name.endswith(".safetensors") for name in names):
+            _compare_torch_sums(where.folder, names)
     revision = record.base.revision if record.base and given is None else None
     asked = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
@@ -148,12 +155,21 @@ def _fill_adapter(model: Any, held: OpenCheckpoint, record: PartRecord) -> None:
     from peft import set_peft_model_state_dict
 
     name = str(record.adapter)
+    _compare_torch_sums(held.store, weight_names(record))
     if format_named(record.format).read_by_transformers:  # and by PEFT
         with companions_here(held, record) as folder:
             model.load_adapter(str(folder), adapter_name=name)
         return
     for file in weight_names(record):
         set_peft_model_state_dict(model, read_tensors(held.store, file), adapter_name=name)
+
+
+def _compare_torch_sums(store: Store, names: Iterable[str]) -> None:
+    """Compare the checksums in torch's files, which torch itself does not. Raises CorruptError."""
+    for name in names:
+        if name.endswith(format_named("torch").suffixes):
+            with closing(RawFile(store.open(name))) as raw:
+                compare_sums(raw)
 
 
 @contextmanager

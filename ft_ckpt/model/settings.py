@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +41,7 @@ _UNORDERED = frozenset({  # PEFT tests membership only, and writes some of them 
     *("target_modules", "exclude_modules", "feedforward_modules", "modules_to_save", "layers_to_transform"),
 })  # fmt: skip
 # Fields of AdaLoRA that determine the ranks during training; the ranks and scores are in the state of a run.
+PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
 _ADALORA_FIELDS = ("rank_pattern", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "total_step")
 _ABSENT = object()
 _MOST_LAYERS = 1 << 16  # bound on all counts in a config, before it is compared with the tensors
@@ -177,6 +178,15 @@ def _counts_for_adapter(settings: Mapping[str, Any], name: str) -> bool:
     return field not in HARMLESS_ADAPTER_FIELDS and "dropout" not in field
 
 
+def order_counts(pattern: Iterable[str]) -> bool:
+    """Whether the order of the keys of a rank_pattern or alpha_pattern may decide: PEFT takes the first match."""
+    keys = list(pattern)
+    if len(keys) > 1 and not all(re.fullmatch(r"[\w.]+", key) for key in keys):
+        return True  # regular expressions may overlap
+    plain = {*keys}
+    return any(key[at + 1 :] in plain for key in keys for at, letter in enumerate(key) if letter == ".")
+
+
 def _completed_adapter(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with PEFT's defaults for absent fields, and one value for all initialisations that keep the base."""
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
@@ -192,6 +202,9 @@ def _completed_adapter(settings: Mapping[str, Any]) -> dict[str, Any]:
     completed = {**defaults, **settings}
     for name in _UNORDERED & completed.keys():
         completed[name] = sorted(completed[name], key=str) if isinstance(completed[name], list) else completed[name]
+    for name in PATTERNS & completed.keys():
+        if isinstance(completed[name], dict) and order_counts(completed[name]):
+            completed[f"order of {name}"] = list(completed[name])
     if keeps_base(SimpleNamespace(**completed)):
         completed["init_lora_weights"] = "keeps the base"
     return completed

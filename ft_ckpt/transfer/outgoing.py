@@ -124,7 +124,7 @@ def _changed_configs(
         changes: list[str] = []
         found = _without_places(config, "", local, base_id, changes)
         if changes:
-            yield path, (f"{json.dumps(found, indent=2, sort_keys=True)}\n".encode(), "; ".join(changes))
+            yield path, (f"{json.dumps(found, indent=2)}\n".encode(), "; ".join(changes))
 
 
 def _without_places(value: Any, key: str, local: set[str], base_id: str | None, changes: list[str]) -> Any:

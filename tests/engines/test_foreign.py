@@ -86,6 +86,14 @@ def test_a_model_with_a_tied_head(files: EngineFiles, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], each) for name, each in new.items())
 
 
+def test_what_is_rebuilt_is_no_more_open_than_its_chain(files: EngineFiles, tmp_path: Path) -> None:
+    chain_of(files, tmp_path / "chain", "raw")
+    for path in (tmp_path / "chain").rglob("*.safetensors"):
+        path.chmod(0o600)
+    rebuild_foreign(tmp_path / "chain/deltas/step_000002.safetensors", tmp_path / "out", files.base)
+    assert {path.stat().st_mode & 0o077 for path in (tmp_path / "out").iterdir()} == {0}
+
+
 def rewrite(path: Path, change: Callable[[Tensors, dict[str, str]], Any]) -> None:
     from safetensors import safe_open
 

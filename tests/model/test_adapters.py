@@ -99,6 +99,36 @@ def test_adapter_is_the_one_peft_writes(method, tmp_path):
     assert ours == theirs
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"alpha_pattern": {"q_proj": 50, "layers.0.self_attn.q_proj": 3}},
+        {"rank_pattern": {"q_proj": 3, "layers.0.self_attn.q_proj": 1}},
+        {"alpha_pattern": {r".*\.1\.self_attn\.q_proj": 50, "q_proj": 3, r".*0.*": 7}},
+    ],
+)
+def test_the_first_pattern_that_matches_decides_after_a_load(settings, tmp_path):
+    """PEFT takes the first match, and writes patterns sorted."""
+    model = trained(get_peft_model(models.build("qwen3"), low_rank(**settings)))
+    save_adapter(model, tmp_path / "alone")
+    CheckpointSaver().save(model, tmp_path / "whole", adapter_only=False)
+    CheckpointSaver().save(model, tmp_path / "merged", merged=True)
+    ours = ft_ckpt.load_model(tmp_path / "alone", base=models.build("qwen3"))
+    theirs = PeftModel.from_pretrained(models.build("qwen3"), tmp_path / "alone")
+    for loaded in (ours, theirs, ft_ckpt.load_model(tmp_path / "whole"), ft_ckpt.load_model(tmp_path / "merged")):
+        assert_agree(logits(loaded), logits(model))
+    (name, patterns), *_ = settings.items()
+    other = trained(get_peft_model(models.build("qwen3"), low_rank(**{name: dict(sorted(patterns.items()))})))
+    if name == "alpha_pattern":
+        with pytest.raises(errors.LoadError, match=f"order of {name}"):
+            _resume_from_saved(model, other, tmp_path / "run")
+
+
+def _resume_from_saved(model, other, folder):
+    CheckpointSaver().save_state(model, folder)
+    CheckpointSaver().resume(folder, model=other)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_adapter_loads_on_its_base(method, tmp_path):
     """An adapter that loads in part, without a word."""

@@ -189,6 +189,39 @@ def test_a_base_that_cannot_be_made_again_is_refused(init, base, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def as_torch_file(folder: Path, out: Path, name: str, damages: str = "") -> Path:
+    """The folder with its safetensors file as one of torch; with a bit of the tensor `damages` flipped."""
+    out.mkdir()
+    (source,) = folder.glob("*.safetensors")
+    for path in folder.glob("*.json"):
+        (out / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(source)
+    torch.save(tensors, out / name)
+    content = bytearray((out / name).read_bytes())
+    if damages:
+        value = next(tensor for key, tensor in tensors.items() if damages in key)
+        content[content.index(value.numpy().tobytes()) + 3] ^= 1
+    (out / name).write_bytes(content)
+    return out
+
+
+def test_checksums_of_torch_files_are_compared(base, tmp_path):
+    """torch itself does not compare them."""
+    adapter = foreign(base, tmp_path / "adapter")
+    whole = as_torch_file(adapter, tmp_path / "whole", "adapter_model.bin")
+    damaged = as_torch_file(adapter, tmp_path / "damaged", "adapter_model.bin", "lora_B")
+    for name, source in (("one", whole), ("two", adapter)):
+        merged(source, tmp_path / name, base=base)
+    assert_same_tensors(stored(tmp_path / "one"), stored(tmp_path / "two"))
+    with pytest.raises(errors.CorruptError, match=r"adapter_model\.bin"):
+        merged(damaged, tmp_path / "no", base=base)
+    assert not (tmp_path / "no").exists()
+    bad_base = as_torch_file(base, tmp_path / "base-bin", "pytorch_model.bin", "model.norm")
+    CheckpointSaver().save(adapted(base, low_rank(LINEAR)), tmp_path / "saved", adapter_only=True)
+    with pytest.raises(errors.CorruptError, match=r"pytorch_model\.bin"):
+        ft_ckpt.load_model(tmp_path / "saved", base=str(bad_base))
+
+
 def test_adapters_of_one_folder_that_changed_their_base_are_refused(base, tmp_path):
     """The second one was trained on what the first one had left of the base, or was not."""
     model = adapted(base, low_rank(LINEAR, init_lora_weights="pissa"))

@@ -64,6 +64,17 @@ def run_of_two(root: Path, _there: str) -> None:
         checkpoint(root / "run" / f"checkpoint-{step}", step)
 
 
+def two_of_one_model(root: Path, _there: str) -> None:
+    """Two steps with equal configs, which have an average; the test's own config holds the step."""
+    for step in (1, 2):
+        checkpoint(root / "run" / f"checkpoint-{step}", step, fill=1)
+
+
+def one_model_there(root: Path, there: str) -> None:
+    two_of_one_model(root, there)
+    ft_ckpt.copy(root / "run" / "checkpoint-1", f"{there}/out")
+
+
 def four_there(root: Path, there: str) -> None:
     for step in (1, 2, 3, 4):
         checkpoint(root / "four" / f"checkpoint-{step}", step)
@@ -214,8 +225,8 @@ COMMANDS: dict[str, tuple[Action, Action]] = {
     "convert to a file": (run_of_two, partial(convert, name="out.pt")),
     "convert over a file": (file_there, partial(convert, name="out.safetensors")),
     "convert by a library": (one_there, partial(convert, overwrite=True, format="dcp")),
-    "average": (run_of_two, average),
-    "average --overwrite": (one_there, partial(average, overwrite=True)),
+    "average": (two_of_one_model, average),
+    "average --overwrite": (one_model_there, partial(average, overwrite=True)),
     "merge": (adapter, merge),
     "merge --overwrite": (adapter_and_one_there, partial(merge, overwrite=True)),
     "push": (run_of_two, push),
