@@ -14,7 +14,6 @@ from datetime import datetime, timezone
 from functools import reduce
 from operator import and_
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -36,6 +35,7 @@ from ft_ckpt.model.convert import (
     spec_differences,
     write_converted,
 )
+from ft_ckpt.model.entries import finite_numbers
 from ft_ckpt.model.folder import WeightsFolder
 from ft_ckpt.model.settings import adapter_settings, differing_settings, is_irreproducible, quantisation_of
 from ft_ckpt.storage.place import Place, open_place, source_access
@@ -102,21 +102,12 @@ def normalized_weights(weights: Sequence[float] | None, count: int) -> list[floa
         raise ConfigError(
             f"{_counted(count, 'source')} given: an average is of two or more; give more, or last= and a run"
         )
-    given = [1.0] * count if weights is None else _finite_numbers(weights)
+    given = [1.0] * count if weights is None else finite_numbers(weights)
     total = sum(given)
     shares = [weight / total for weight in given] if total else []
     if len(shares) != count or not all(map(math.isfinite, [*shares, total])):
         raise ConfigError(f"weights={weights!r}: expected {count} finite numbers whose sum is not 0")
     return shares
-
-
-def _finite_numbers(weights: Any) -> list[float]:
-    """The weights as floats; empty unless all are finite."""
-    try:
-        found = [math.nan if isinstance(weight, str) else float(weight) for weight in weights]
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from a tensor of several elements
-        return []
-    return found if all(map(math.isfinite, found)) else []
 
 
 def parse_weights(text: str | None) -> list[float] | None:

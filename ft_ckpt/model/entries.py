@@ -109,12 +109,26 @@ class MergeChoice:
 def merge_choice(merged: Merged) -> MergeChoice | None:
     """The choice for the argument `merged`: True for the active adapters, False for none, names, or names with weights.
 
-    Raises ConfigError for repeated names and weights that are not finite.
+    Raises ConfigError for anything else, repeated names, and weights that are not finite.
     """
     if isinstance(merged, bool):
         return MergeChoice() if merged else None
-    weights = tuple(float(one) for one in merged.values()) if isinstance(merged, Mapping) else ()
-    names = (merged,) if isinstance(merged, str) else tuple(merged)
-    if not names or len(set(names)) < len(names) or not all(map(math.isfinite, weights)):
+    names: tuple[Any, ...] = (merged,) if isinstance(merged, str) else ()
+    if isinstance(merged, Iterable) and not isinstance(merged, str):
+        names = tuple(merged)
+    weights = tuple(finite_numbers(merged.values())) if isinstance(merged, Mapping) else ()
+    are_names = all(isinstance(name, str) for name in names) and len({*map(str, names)}) == len(names)
+    if not names or not are_names or (isinstance(merged, Mapping) and len(weights) != len(names)):
         raise ConfigError(f"merged={merged!r}: expected True, names of adapters, each once, or a weight for each name")
     return MergeChoice(names, weights)
+
+
+def finite_numbers(values: Any) -> list[float]:
+    """The values as floats; empty unless they are finite numbers in order, such as a list has them."""
+    if isinstance(values, (str, bytes, bytearray, Mapping)):
+        return []
+    try:
+        found = [math.nan if isinstance(value, (str, bytes)) else float(value) for value in values]
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from a tensor of several elements
+        return []
+    return found if all(map(math.isfinite, found)) else []

@@ -29,7 +29,7 @@ from ft_ckpt.formats.layout import TensorFile, TensorRecord
 from ft_ckpt.formats.registry import checkpoint_format_of
 from ft_ckpt.model.attach_adapters import attach_adapters
 from ft_ckpt.model.convert import ConvertOptions, ConvertReport, check_apart, convert_options, open_source
-from ft_ckpt.model.entries import MergeChoice, Merged, merge_choice
+from ft_ckpt.model.entries import MergeChoice, Merged, finite_numbers, merge_choice
 from ft_ckpt.model.folder import JoinedFile, WeightsFolder, join_weight_files, weight_files
 from ft_ckpt.model.quantised import (
     FileModel,
@@ -72,8 +72,11 @@ class StoredAdapters:
 def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -> StoredAdapters:
     """The adapters `names` at `place`, or the active ones, open until the stack ends.
 
-    Raises LoadError without adapters, SelectionError for unknown names and for an ambiguous choice.
+    Raises ConfigError for `names` that is no list of names, LoadError without adapters, SelectionError for unknown
+    names and for an ambiguous choice.
     """
+    if names is not None and not _are_names(names):
+        raise ConfigError(f"adapters={names!r}: expected names of adapters, in a list")
     found = checkpoint_around(place)
     if found is not None:
         held = stack.enter_context(open_checkpoint(Place(found[0])))
@@ -89,13 +92,19 @@ def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -
 
 
 def choose_merge(stored: StoredAdapters, weights: Sequence[float] | None) -> MergeChoice | None:
-    """The choice of the stored adapters with their weights, if given. Raises SelectionError for another number."""
+    """The choice of the stored adapters with their weights, if given.
+
+    Raises ConfigError for weights that are not finite numbers in order, SelectionError for another number of them.
+    """
     names = [str(record.adapter) for record in stored.records]
     if weights is None:
         return merge_choice(names)
-    if len(weights) != len(names):
-        raise SelectionError(f"weights={list(weights)}: expected a number for each of {', '.join(names)}")
-    return merge_choice(dict(zip(names, weights, strict=True)))
+    numbers = finite_numbers(weights)
+    if not numbers:
+        raise ConfigError(f"weights={weights!r}: expected a finite number for each of {', '.join(names)}, in a list")
+    if len(numbers) != len(names):
+        raise SelectionError(f"weights={numbers}: expected a number for each of {', '.join(names)}")
+    return merge_choice(dict(zip(names, numbers, strict=True)))
 
 
 def find_base(stored: StoredAdapters, given: Any) -> Place:
@@ -161,6 +170,10 @@ def _adapter_settings(store: Store) -> dict[str, Any]:
     except ValueError as error:
         raise CorruptError(f"{store.where(_CONFIG)}: cannot be read ({error}); use another copy") from error
     return found if isinstance(found, dict) else {}
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
 
 
 def _chosen_records(path: Place, known: Sequence[PartRecord], names: Sequence[str] | None) -> tuple[PartRecord, ...]:

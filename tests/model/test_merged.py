@@ -209,6 +209,8 @@ def test_what_cannot_be_merged_is_named(tmp_path):
     assert "adapter none: not on the model, which has default, other" in refused(model, out, merged=["none"])
     assert "adapter_only" in refused(model, out, adapter_only=True)
     assert "attribute" in refused(model, out, attribute="base_model")
+    for wrong in ({"other": None}, {"other": "a"}, {"other": 10**400}, {"other": float("nan")}, {1: 1}, [1], [], 1.0):
+        assert "a weight for each name" in refused(model, out, merged=wrong)
     assert "each once" in refused(model, out, merged=["other", "other"])
     assert "no PEFT adapter" in refused(make(ARCHITECTURES["llama"]), out)
     with model.disable_adapter():

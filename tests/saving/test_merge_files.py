@@ -143,6 +143,25 @@ def test_several_adapters_of_a_checkpoint(base, tmp_path):
         merged(tmp_path / "adapters", tmp_path / "no", adapters=["default", "other"], weights=[1])
 
 
+@pytest.mark.parametrize(
+    "weights",
+    [["a", 1], ["1", "2"], [None, 1], [[1], [2]], [1j, 1], [10**400, 1], [1, float("inf")], 1.0, "12", b"ab", {1: 2}],
+    ids=lambda value: repr(value)[:20],
+)
+def test_weights_that_are_no_finite_numbers(weights, base, tmp_path):
+    foreign(base, tmp_path / "adapters" / "one")
+    foreign(base, tmp_path / "adapters" / "two")
+    with pytest.raises(errors.ConfigError, match=r"weights=.*expected a finite number for each of one, two"):
+        merged(tmp_path / "adapters", tmp_path / "no", adapters=["one", "two"], weights=weights)
+
+
+@pytest.mark.parametrize("names", [["one", 1], [["one"]], [None], 1, "one", b"one"], ids=repr)
+def test_adapters_that_are_no_names(names, base, tmp_path):
+    foreign(base, tmp_path / "adapters" / "one")
+    with pytest.raises(errors.ConfigError, match=r"adapters=.*expected names of adapters"):
+        merged(tmp_path / "adapters", tmp_path / "no", adapters=names)
+
+
 def test_a_base_beside_its_adapters(base, tmp_path):
     """PiSSA has changed the base, which lies beside; a tokenizer that was trained with goes along."""
     model = adapted(base, low_rank(LINEAR, init_lora_weights="pissa"))
