@@ -82,7 +82,8 @@ def _plain_adapter(file: TensorFile, settings: Mapping[str, Any]) -> tuple[Memor
     """The converted tensors and settings, and notes."""
     layers = {head: rank_and_scale(settings, layer) for layer, head in lora_layers(file).items()}
     rank = max(rank for rank, _ in layers.values())
-    scale = Counter(scale for _, scale in layers.values()).most_common(1)[0][0]
+    scales = Counter(scale for _, scale in layers.values() if scale)  # a layer scaled by 0 gets a matrix of zeros
+    scale = scales.most_common(1)[0][0] if scales else 1.0
     tensors, rounded = dict[str, Tensor](), []
     for head, (own_rank, own_scale) in layers.items():
         inner, outer = (_matrix(file, f"{head}.lora_{which}.weight") for which in "AB")

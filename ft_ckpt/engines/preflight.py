@@ -7,6 +7,7 @@ versions read fewer fields without a word, so what they would ignore is refused 
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -32,6 +33,7 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica", "lo
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _INNER, _OUTER = ".lora_A.weight", ".lora_B.weight"
+_MOST_FLOAT = sys.float_info.max
 _PREFIX = "base_model.model."  # PEFT's
 _UNREAD = (  # fields of LoRA variants that engines neither read nor apply
     *("use_dora", "lora_bias", "use_bdlora", "use_qalora", "alora_invocation_tokens", "layer_replication"),
@@ -90,7 +92,10 @@ def adapter_findings(settings: Mapping[str, Any], file: TensorFile, max_lora_ran
     other = sorted({name for name in file.specs if not name.endswith((_INNER, _OUTER))})
     if other:
         yield f"{other[0]}: one of {len(other)} tensors that are no LoRA matrices, which would be dropped; {_MERGE}"
+    if not lora_layers(file):
+        yield "adapter_model.safetensors: no LoRA matrices in it; use another copy"
     yield from [] if wrong_ranks else _matrix_findings(settings, file)
+    yield from _type_findings(file)
     yield from _nonfinite(file)
 
 
@@ -147,8 +152,11 @@ def _rank_findings(settings: Mapping[str, Any], most: int) -> Iterator[str]:
             yield f"{field}: {rank}, expected 1 to {most}; start the server with a larger --max-lora-rank, or {_MERGE}"
     alphas = {f"alpha_pattern[{key!r}]": value for key, value in _pattern(settings, "alpha_pattern")}
     for field, alpha in {"lora_alpha": settings.get("lora_alpha", 8), **alphas}.items():
-        if not is_number(alpha):
+        if not is_number(alpha, -_MOST_FLOAT, _MOST_FLOAT):
             yield f"{field}: {alpha}, expected a number; use another copy"
+    for field in _PATTERNS:
+        if not isinstance(settings.get(field) or {}, dict):
+            yield f"{field}: {settings[field]!r}, expected layers with numbers; use another copy"
     for key in (key for field in _PATTERNS for key, _ in _pattern(settings, field)):
         if not _is_expression(key):
             yield f"rank_pattern, alpha_pattern: {key!r} is no regular expression; use another copy"
@@ -157,7 +165,7 @@ def _rank_findings(settings: Mapping[str, Any], most: int) -> Iterator[str]:
 def _is_expression(text: str) -> bool:
     try:
         re.compile(text)
-    except re.error:
+    except (re.error, OverflowError, RecursionError):
         return False
     return True
 
@@ -176,6 +184,17 @@ def _matrix_findings(settings: Mapping[str, Any], file: TensorFile) -> Iterator[
             )
     if wrong:
         yield f"{listing(wrong, '; ', 3)}; engines have no place for them, {_MERGE}"
+
+
+def _type_findings(file: TensorFile) -> Iterator[str]:
+    """Matrices of a type that PEFT does not compute LoRA in."""
+    wrong = [
+        f"{name}: {spec.dtype}"
+        for name, spec in file.specs.items()
+        if name.endswith((_INNER, _OUTER)) and spec.dtype not in _FLOATS
+    ]
+    if wrong:
+        yield f"{listing(wrong, '; ', 3)}: expected one of {', '.join(_FLOATS)}; use the adapter in one of them"
 
 
 def _field_findings(settings: Mapping[str, Any]) -> Iterator[str]:

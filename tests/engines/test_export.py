@@ -116,6 +116,26 @@ def test_matrices_of_another_rank_than_the_settings_are_refused(tmp_path: Path) 
         ft_ckpt.export(tmp_path / "peft", tmp_path / "plain")
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8", "bool", "complex64", None])
+def test_matrices_that_are_no_floats_of_an_engine_are_refused(dtype: str | None, tmp_path: Path) -> None:
+    with_adapter(base_model("llama"), 1, alpha_pattern={"q_proj": 4}).save_pretrained(tmp_path / "peft")
+    file, changed = tmp_path / "peft/adapter_model.safetensors", dict[str, torch.Tensor]()
+    if dtype is not None:
+        changed = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(file).items()}
+    save_file(changed, file)
+    expected = f"lora_A.weight: {dtype}.* expected one of float64" if dtype else "no LoRA matrices in it"
+    with pytest.raises(SelectionError, match=expected):
+        ft_ckpt.export(tmp_path / "peft", tmp_path / "plain")
+    assert not (tmp_path / "plain").exists()
+
+
+@pytest.mark.parametrize("patterns", [{}, {"alpha_pattern": {"q_proj": 4}}], ids=str)
+def test_layers_scaled_by_nothing(patterns: dict[str, Any], base: Any, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", lora_alpha=0, **patterns)
+    ft_ckpt.export(adapter, tmp_path / "plain")
+    torch.testing.assert_close(logits(base, tmp_path / "plain"), logits(base, adapter), atol=2e-5, rtol=1e-5)
+
+
 def test_a_damaged_source_leaves_nothing(tmp_path: Path, files: EngineFiles) -> None:
     adapter = shutil.copytree(files.adapters[0], tmp_path / "checkpoint-1")
     weights = adapter / "adapter_model.safetensors"
