@@ -6,7 +6,9 @@ removed. Nothing else in ft_ckpt calls `warnings.warn` or `logging.getLogger`, a
 
 import logging
 import re
+import reprlib
 import warnings
+from typing import Any
 
 SECRET = "***"  # noqa: S105 - stands for one
 # Bounded repetitions: the text may be hostile, and long.
@@ -38,6 +40,21 @@ def printable(text: str) -> str:
     if not text.isprintable():
         text = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
     return without_secrets(text)
+
+
+class _CleanRepr(reprlib.Repr):
+    def repr_str(self, x: str, level: int) -> str:
+        return super().repr_str(without_secrets(x), level)
+
+
+def short(value: Any, most: int = 30) -> str:
+    """`repr(value)` with a few elements of containers and `most` characters of each text, from its ends.
+
+    Secrets are removed before: in the end of a URL they are not recognised.
+    """
+    shortened = _CleanRepr()
+    shortened.maxstring = most
+    return shortened.repr(value)
 
 
 def printable_lines(text: str) -> str:

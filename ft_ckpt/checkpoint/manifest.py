@@ -7,7 +7,6 @@ frozen data, without access to disk or torch.
 import json
 import math
 import re
-import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -20,7 +19,7 @@ import xxhash
 
 from ft_ckpt.errors import ManifestError, listing
 from ft_ckpt.formats.layout import TensorRecord
-from ft_ckpt.messages import without_secrets
+from ft_ckpt.messages import short, without_secrets
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.store import is_inside
 
@@ -142,8 +141,7 @@ def _read_float(value: Any) -> float:
 
 
 def _field_error(value: Any, expected: str) -> FieldError:
-    shown = without_secrets(value) if isinstance(value, str) else value  # before it is cut short
-    return FieldError(f"{reprlib.repr(shown)}, expected {expected}")
+    return FieldError(f"{short(value)}, expected {expected}")
 
 
 _PLAIN: dict[Any, _Reader] = {

@@ -2,7 +2,6 @@
 
 import json
 import re
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import is_dataclass, replace
@@ -22,6 +21,7 @@ from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.tensor_file import RawFile
 from ft_ckpt.formats.torch_file import compare_sums
+from ft_ckpt.messages import short
 from ft_ckpt.model.adapters import BASE_STEPS, PREFIX, adapter_parts, base_sources, embedding_of, is_peft_model
 from ft_ckpt.model.base_model import differing_tensors, irreproducible, is_floating, keeps_base
 from ft_ckpt.model.entries import Entry
@@ -198,16 +198,16 @@ def _invalid_settings(store: Store, file: str) -> list[str]:
         return ["no JSON object"]
     kinds = {str(kind.value): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     if (method := settings.get("peft_type")) not in list(kinds):
-        return [f"peft_type: {reprlib.repr(method)}, expected a method of PEFT {peft.__version__}"]
+        return [f"peft_type: {short(method)}, expected a method of PEFT {peft.__version__}"]
     hints = get_type_hints(kinds[method])
     mistyped = [
-        f"{name}: {reprlib.repr(value)}, expected {str(hints[name]).replace('typing.', '')}"
+        f"{name}: {short(value)}, expected {str(hints[name]).replace('typing.', '')}"
         for name, value in settings.items()
         if name in hints and not _is_of_type(value, hints[name])
     ]
     patterns = {name: [value] if isinstance(value, str) else value for name, value in settings.items()}
     return mistyped + [
-        f"{name}: {reprlib.repr(text)} is no regular expression"
+        f"{name}: {short(text)} is no regular expression"
         for name, texts in patterns.items()
         if isinstance(texts, (list, dict))
         for text in texts

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ft_ckpt.errors import CorruptError, damaged_input
+from ft_ckpt.messages import without_secrets
 from ft_ckpt.storage.store import Store, read_text
 
 MODULE_NAME = "module.json"
@@ -162,7 +163,7 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _short_text(value: Any) -> str:
-    text = "absent" if value is _ABSENT else repr(value)
+    text = "absent" if value is _ABSENT else without_secrets(repr(value))  # before it is cut
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

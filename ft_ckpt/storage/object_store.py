@@ -28,7 +28,7 @@ from ft_ckpt.errors import (
     TargetError,
     UnreadableError,
 )
-from ft_ckpt.messages import clean_causes
+from ft_ckpt.messages import clean_causes, without_secrets
 from ft_ckpt.storage.store import (
     Folder,
     FolderListing,
@@ -90,10 +90,10 @@ def client_reason(error: BaseException) -> str:
     status, code = re.search(r"status code: (\d+ [A-Za-z ]+)", text), re.search(r"<Code>(.*?)</Code>", text)
     if status is None:
         first = re.sub(r".* - (?=HTTP error|Received)", "", text.split("\n", 1)[0])
-        return f"{type(error).__name__}: {first[:300]}"
+        return f"{type(error).__name__}: {without_secrets(first)[:300]}"
     message = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
     said = ", ".join(found[1].strip() for found in (status, code) if found is not None)
-    return f"{said}: {message[1][:300]}" if message is not None else said
+    return f"{said}: {without_secrets(message[1])[:300]}" if message is not None else said
 
 
 def until_whole(ask: Callable[[], _T], tries: int = 3) -> _T:

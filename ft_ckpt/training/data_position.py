@@ -13,7 +13,6 @@ shuffle buffer on `random`, say); state that the `state_dict` of a stateful load
 """
 
 import math
-import reprlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -26,7 +25,7 @@ import torch
 
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import CorruptError, LoadError, listing
-from ft_ckpt.messages import warn
+from ft_ckpt.messages import short, warn
 from ft_ckpt.training import dataloaders, rng
 from ft_ckpt.training.dataloaders import DataCut, RandomState, SampleOrder
 
@@ -362,9 +361,7 @@ def check_position(state: Any) -> None:
     if missing:
         raise CorruptError(f"position in the data: {', '.join(missing)} missing; it is not what state_dict returns")
     problems = [
-        f"{name} is {reprlib.repr(state[name])}"
-        for name, fits in _FITS.items()
-        if name in state and not fits(state[name])
+        f"{name} is {short(state[name])}" for name, fits in _FITS.items() if name in state and not fits(state[name])
     ]
     starts = [state[name] for name in ("start", "last") if not problems and state[name]]
     problems += [problem for start in starts for problem in rng.generator_problems(start["global"])]

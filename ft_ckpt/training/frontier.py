@@ -10,7 +10,6 @@ import hashlib
 import heapq
 import math
 import operator
-import reprlib
 import secrets
 import struct
 import threading
@@ -22,13 +21,12 @@ from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, TicketError, listing
+from ft_ckpt.messages import short
 
 _VERSION = 1  # of the state and of the shuffled order
 _ENDLESS = 1 << 62  # the end of the last epoch if there is no last epoch
 _ROUNDS = 4
 _PLAIN_IDS = {str, int, bytes}  # with a repr that is the same in every process and version
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = 80  # an id may be a prompt
 _KEYS = ("version", "samples", "ids", "seed", "epochs", "low", "runs", "dropped")
 
 
@@ -318,7 +316,7 @@ class Frontier:
 
 
 def _name_of(ticket: Ticket) -> str:
-    return f"sample {_SHORT.repr(ticket.id)} of epoch {ticket.epoch} (attempt {ticket.attempt})"
+    return f"sample {short(ticket.id, 80)} of epoch {ticket.epoch} (attempt {ticket.attempt})"
 
 
 def _count_of(samples: Any) -> int:

@@ -7,7 +7,6 @@ device that this process has not touched yet is left untouched; it has no state 
 """
 
 import random
-import reprlib
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from ft_ckpt.errors import CorruptError
+from ft_ckpt.messages import short
 
 State = dict[str, Any]
 _GLOBAL: dict[str, tuple[str, Any]] = {  # the kind and object of each global generator, by the name of its state
@@ -66,7 +66,7 @@ def generator_problems(state: Any) -> list[str]:
     States of accelerators are not tried.
     """
     if not isinstance(state, Mapping):
-        return [f"{reprlib.repr(state)}, expected the states of generators"]
+        return [f"{short(state)}, expected the states of generators"]
     problems = []
     for name, (kind, _) in _GLOBAL.items():
         problems += _try_put(name, partial(_put_on_new, kind), state)

@@ -1,7 +1,6 @@
 """The run of a saver: its registered objects, its progress, and the state that each rank has for itself."""
 
 import random
-import reprlib
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from ft_ckpt.errors import (
     SelectionError,
     listing,
 )
-from ft_ckpt.messages import warn
+from ft_ckpt.messages import short, warn
 from ft_ckpt.model.base_model import BaseWatch
 from ft_ckpt.schedule import Every
 from ft_ckpt.storage.place import Place
@@ -106,9 +105,9 @@ def _tree_problems(name: str, tree: Any) -> list[str]:
     if name == _RANDOM:
         return rng.generator_problems(tree)
     if name == _SYNC:
-        return [] if type(tree) is bool else [f"{_SYNC} is {reprlib.repr(tree)}"]
+        return [] if type(tree) is bool else [f"{_SYNC} is {short(tree)}"]
     if name == _STEPS:
-        return [] if type(tree) is int and 0 <= tree < 1 << 63 else [f"{_STEPS} is {reprlib.repr(tree)}"]
+        return [] if type(tree) is int and 0 <= tree < 1 << 63 else [f"{_STEPS} is {short(tree)}"]
     check_position(tree)
     return []
 

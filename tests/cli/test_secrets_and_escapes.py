@@ -135,6 +135,15 @@ def test_a_manifest_stores_no_keys(tmp_path):
     assert "S3CRET" not in (tmp_path / "run" / "ft_ckpt.json").read_text()
 
 
+def test_a_wrong_value_of_a_manifest_is_cut_short_without_its_keys(tmp_path):
+    save_with_state(tmp_path / "checkpoint-1", 1)
+    value = [f"{'a' * 30} https://u:S3CRET@h/p"]
+    rewrite_manifest(tmp_path / "checkpoint-1", lambda document: document.update(step=value))
+    with pytest.raises(CheckpointError, match=r"step.*\.\.\.") as found:
+        read_manifest(tmp_path / "checkpoint-1")
+    assert "S3CRET" not in str(found.value)
+
+
 def test_values_in_json_are_exact(run):
     exact = "a\x1b]0;x\x07\r\n\x9b\u202e\x7f\udc9bé"
     rewrite_manifest(run / "checkpoint-1", lambda document: document.update(kind=exact, metrics={exact: 1.0}))

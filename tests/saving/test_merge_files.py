@@ -289,6 +289,23 @@ def test_what_does_not_fit_is_refused(base, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda text: {"peft_type": text},
+        lambda text: {"bias": text},
+        lambda text: {"r": [text]},
+        lambda text: {"target_modules": [f"({text}"]},
+    ],
+    ids=["peft_type", "bias", "r", "target_modules"],
+)
+def test_errors_of_settings_show_no_secrets(changed, base, tmp_path):
+    foreign(base, tmp_path / "adapter", **changed(f"{'a' * 30} https://u:S3CRET@h/p"))
+    with pytest.raises(errors.LoadError, match=r"\.\.\.") as found:
+        merged(tmp_path / "adapter", tmp_path / "out")
+    assert "S3CRET" not in str(found.value)
+
+
 def test_tensors_that_the_base_lacks_are_named(base, tmp_path):
     adapted(base, low_rank(LINEAR)).save_pretrained(tmp_path / "adapter")
     tensors = load_file(base / "model.safetensors")

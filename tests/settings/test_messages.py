@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from ft_ckpt.errors import CorruptError, NoSpaceError, UnreadableError, damaged_input
-from ft_ckpt.messages import LOG, printable, warn, without_secrets
+from ft_ckpt.messages import LOG, printable, short, warn, without_secrets
 
 HOSTILE = "a\x1b]0;title\x07\r\nb\x9b31m\u202e\u2028\x7f\udcff"
 SAFE = r"a\x1b]0;title\x07\r\nb\x9b31m\u202e\u2028\x7f\udcff"
@@ -50,6 +50,13 @@ def test_secrets_of_urls(text, shown):
 )
 def test_other_text_stays_as_it_is(text):
     assert printable(text) == text
+
+
+@pytest.mark.parametrize("wrapped", [str, lambda text: [text], lambda text: {text: {"a": text}}], ids=["", "[]", "{}"])
+def test_secrets_are_removed_before_values_are_cut_short(wrapped):
+    for text in (f"{'a' * 30} https://u:S3CRET@h/p", f"https://h/{'a' * 30}?token={'b' * 30}S3CRET"):
+        assert "S3CRET" not in printable(short(wrapped(text)))
+        assert "..." in short(wrapped(text))
 
 
 def test_long_text_takes_no_long_time():
