@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 from ft_ckpt.distributed.fill import Filler, choose_filler
 from ft_ckpt.distributed.ranks import Ranks
@@ -46,8 +47,7 @@ def resume_run(
     are read: if a file is damaged, the next older checkpoint overwrites what was restored. `allow` and errors as for
     `CheckpointSaver.resume`.
     """
-    named = () if isinstance(allow, bool) else [allow] if isinstance(allow, str) else allow
-    allowed = None if allow is True else frozenset(named)
+    allowed = None if allow is True else _names_in(allow)
     while True:
         with ExitStack() as stack:
             point, branch = choose_checkpoint(wanted, ranks, stack)
@@ -58,6 +58,15 @@ def resume_run(
                 run.branch_off(branch)
                 return
         wanted = wanted.without(point, damage)
+
+
+def _names_in(allow: Any) -> frozenset[str]:
+    """The names in the argument `allow`. Raises ConfigError for anything else."""
+    named = () if allow is False else (allow,) if isinstance(allow, str) else allow
+    found = tuple(named) if isinstance(named, Iterable) else (named,)
+    if not all(isinstance(name, str) for name in found):
+        raise ConfigError(f"resume(allow={allow!r}): expected names of items in a list, or True for any")
+    return frozenset(found)
 
 
 def restore_run(

@@ -111,6 +111,12 @@ def test_a_wrong_value_is_named(saved, place, value):
     assert saved.state() == saved.before
 
 
+@pytest.mark.parametrize("allowed", [None, 0, 1, [None], [["optimizer"]], b"optimizer"], ids=repr)
+def test_allowed_items_that_are_no_names(saved, allowed):
+    with pytest.raises(ConfigError, match="expected names of items in a list, or True for any"):
+        saved.resume(allow=allowed)
+
+
 @pytest.mark.parametrize("allowed", [["nope"], ["weights"], [""]])
 def test_an_unknown_name_of_an_item(saved, allowed):
     with pytest.raises(ConfigError, match=f"{allowed[0]!r}: no such item; there are .*optimizer.*scheduler"):
