@@ -215,6 +215,7 @@ class SimulatedRank:
             state = states[rank if len(states) == stage.ranks else 0]
             self.notes = self.feed.load_state_dict(copy.deepcopy(state))
         self.random, self.steps, self.is_done = random_state(), self.passes(), False
+        self.rows = 0  # of its batches
 
     def passes(self) -> Iterator[tuple[int, list[int]]]:
         while (epoch := self.feed.epoch) < PASSES:
@@ -230,6 +231,7 @@ class SimulatedRank:
         restore(self.random)
         found = next(self.steps, None)
         self.random, self.is_done = random_state(), found is None
+        self.rows += len(found[1]) if found is not None else 0
         return found if found is not None and found[1] else None
 
 
@@ -262,11 +264,13 @@ def restore(state: Any) -> None:
 def problems_of(plan: Plan, stages: list[Stage]) -> list[str]:
     """What is wrong with what a run of these stages was trained on."""
     given: list[Counter[int]] = [Counter() for _ in range(PASSES)]
-    again, last, states, problems = Counter[int](), [0] * PASSES, None, []
+    again, last, states, problems = Counter[int](), [0] * PASSES, None, list[str]()
+    counted = 0  # samples, those given again once
     for stage in stages:
         ranks = [SimulatedRank(plan, stage, rank, states) for rank in range(stage.ranks)]
         first = ranks[0]
-        again[first.feed.epoch] += sum(int(found) for note in first.notes for found in _AGAIN.findall(note))
+        anew = sum(int(found) for note in first.notes for found in _AGAIN.findall(note))
+        again[first.feed.epoch] += anew
         problems += ["ranks differ"] if any(rank.notes != first.notes for rank in ranks) else []
         for found in islice(together(ranks), stage.steps):
             problems += ["ranks are in other passes"] if len({epoch for epoch, _ in found}) > 1 else []
@@ -274,6 +278,10 @@ def problems_of(plan: Plan, stages: list[Stage]) -> list[str]:
             for epoch, batch in found:
                 given[epoch].update(batch)
         states = [copy.deepcopy(rank.feed.state_dict()) for rank in ranks]
+        counted += first.rows * stage.ranks - anew
+        is_counted = not plan.flat and plan.kind != "one by one"  # else the first dimension is not that of samples
+        if is_counted and first.feed.samples != counted:
+            problems.append(f"{first.feed.samples} samples counted after {stage}, expected {counted}")
     for epoch, counts in enumerate(given):
         left, twice = plan.count - len(counts), counts.total() - len(counts)
         full = max(stage.ranks * stage.batch for stage in stages)
@@ -306,6 +314,30 @@ def quick_metadata() -> Iterator[None]:
         for name in ("version", "metadata"):
             patch.setattr(importlib.metadata, name, cache(getattr(importlib.metadata, name)))
         yield
+
+
+@pytest.mark.parametrize("kind", ["distributed", "torchdata", "batch sampler"])
+def test_samples_given_again_at_several_changes(kind: str) -> None:
+    """A sample that is given again counts once, for the next change as well."""
+    stages = [Stage(2, 2, 4), Stage(1, 2, 3), Stage(3, 2, 2), Stage(2, 2, 10**6)]
+    assert problems_of(Plan(kind, 36), stages) == []
+
+
+def test_positions_of_0_2_0_after_a_change() -> None:
+    """Their offset has the samples given again."""
+    plan, states = Plan("distributed", 36), None
+    for stage in (Stage(1, 2, 11), Stage(3, 2, 0)):
+        ranks = [SimulatedRank(plan, stage, rank, states) for rank in range(stage.ranks)]
+        assert len(list(islice(together(ranks), stage.steps))) == stage.steps
+        states = [rank.feed.state_dict() for rank in ranks]
+    assert states is not None
+    assert {state["offset"] for state in states} == {21}
+    now, old = ([{**state, "offset": offset} for state in states] for offset in (21, 22))
+    after = Stage(2, 2, 0)
+    expected, found = (
+        list(together([SimulatedRank(plan, after, rank, each) for rank in (0, 1)])) for each in (now, old)
+    )
+    assert found == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
