@@ -30,6 +30,7 @@ from ft_ckpt.model.settings import PATTERNS, order_counts
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place
 from ft_ckpt.storage.scratch import copy_object
+from ft_ckpt.storage.store import Store, read_text
 
 _CARD = """---
 {head}library_name: peft
@@ -173,7 +174,7 @@ def write_adapter(
     cls = user_class(type(unwrap(model.get_base_model() if is_peft_model(model) else model)))
     mapping = {"base_model_class": cls.__name__, "parent_library": cls.__module__} if config.task_type is None else None
     config.save_pretrained(str(folder), auto_mapping_dict=mapping)
-    _keep_order_of_patterns(folder / "adapter_config.json", config)
+    _keep_order_of_patterns(LocalStore(folder), config)
     card = blank_card() if isinstance(model, peft.PeftModel) else injected_card(config)
     LocalStore(folder).write("README.md", card.encode())
     if isinstance(model, peft.PeftModel):
@@ -181,13 +182,13 @@ def write_adapter(
         name_base(folder / "README.md", base_id)
 
 
-def _keep_order_of_patterns(path: Path, config: Any) -> None:
+def _keep_order_of_patterns(folder: Store, config: Any) -> None:
     """Put patterns back in their order, which PEFT has sorted, where it may decide which of them holds."""
-    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings = json.loads(read_text(folder, "adapter_config.json"))
     live = {name: getattr(config, name) for name in PATTERNS & settings.keys() if settings[name]}
     moved = {name: dict(keys) for name, keys in live.items() if order_counts(keys) and [*keys] != [*settings[name]]}
     if moved:
-        path.write_text(json.dumps({**settings, **moved}, indent=2), encoding="utf-8")
+        folder.write("adapter_config.json", json.dumps({**settings, **moved}, indent=2).encode())
 
 
 # Generation config

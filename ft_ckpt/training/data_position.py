@@ -335,7 +335,8 @@ class DataPosition:
             how = f"with batch {self.batch + 1} of theirs"
         self._least = None if is_map else taken - was.per_step + 1
         again = taken - self._offset - self.batch * cut.per_step
-        self.samples -= again if cut.unit == "samples" else 0
+        if cut.unit == "samples":
+            self.samples = max(0, self.samples - again)  # batches without a first dimension count for less
         return [
             f"{done} {how}" + (f"; {again} of them are given again, so that all ranks begin alike" if again else ""),
             *notes,

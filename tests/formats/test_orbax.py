@@ -113,7 +113,7 @@ def test_a_link_inside_of_the_folder_is_read(folders):
 def test_names_that_lead_out_of_the_folder_are_refused(tensorstore, tmp_path):
     key = {"key_metadata": [{"key": "/etc"}], "value_metadata": {"value_type": "jax.Array"}}
     (tmp_path / "_METADATA").write_text(json.dumps({"tree_metadata": {"x": key}}))
-    with pytest.raises(CorruptError, match="out of the folder"):
+    with pytest.raises(CorruptError, match="outside of the folder"):
         open_source(open_place(tmp_path))
 
 

@@ -33,7 +33,7 @@ def test_pictures_are_small_and_fetch_nothing():
 
 def test_pictures_are_on_a_page():
     pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
-    assert [path.name for path in IMAGES.iterdir() if f"](images/{path.name})" not in pages] == []
+    assert [path.name for path in IMAGES.iterdir() if f"](images/{path.name}" not in pages] == []
 
 
 @pytest.mark.slow
