@@ -54,6 +54,9 @@ class SaverConfig:
     """Size of a write, in bytes, a multiple of 4096; memory is needed for two more blocks than threads."""
     direct_io: str = "auto"
     """Unbuffered writes (O_DIRECT): "auto" for files from 8 MiB on if the file system supports them, "on", "off"."""
+    digest: str = "xxh3"
+    """Digests of weight files: "xxh3", or "sha256" to store SHA-256 besides, so that `sign` need not read them again.
+    A file that several ranks write has none."""
     io_priority: str = "normal"
     """I/O priority of a background save, if the disk's scheduler supports it: "normal" or "low"."""
     each_rank_writes: str = "auto"
@@ -170,6 +173,13 @@ def parse_size(size: int | str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
 
 
+def is_size(value: Any) -> bool:
+    """Whether `parse_size` gives at least one byte for the value."""
+    with suppress(ConfigError):
+        return parse_size(value) > 0
+    return False
+
+
 def human_size(size_bytes: float) -> str:
     """Bytes in decimal units."""
     if size_bytes < 1000:
@@ -202,6 +212,7 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
         "format": tuple(known.name for known in formats if known.serves_checkpoints),
         "nonfinite": ("save", "raise"),
         "direct_io": ("auto", "on", "off"),
+        "digest": ("xxh3", "sha256"),
         "io_priority": ("normal", "low"),
         "each_rank_writes": ("auto", "on", "off"),
         "reuse_frozen": ("auto", "on", "off"),
@@ -221,8 +232,8 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
             lambda method: method is None or methods.get(method) == config.format,
             f"{compressions}, or None",
         ),
-        ("max_shard_size", _is_size, size),
-        ("snapshot_bytes", lambda limit: limit is None or _is_size(limit), f"{size}, or None"),
+        ("max_shard_size", is_size, size),
+        ("snapshot_bytes", lambda limit: limit is None or is_size(limit), f"{size}, or None"),
         ("bucket_bytes", lambda size: is_number(size, 1 << 16), "at least 65536"),
         ("enter_timeout_seconds", lambda seconds: is_number(seconds, 0.1), "at least 0.1"),
         ("io_threads", lambda count: count is None or is_number(count, 1), "at least 1, or None"),
@@ -236,12 +247,6 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
         ("publish", _is_publish_goal, "a server's URL, several, or a mapping of url=, after_resume= and publish's"),
         ("base_id", lambda name: without_secrets(name or "") == (name or ""), "no key, password or token"),
     ]
-
-
-def _is_size(value: Any) -> bool:
-    with suppress(ConfigError):
-        return parse_size(value) > 0
-    return False
 
 
 def _is_template(template: str) -> bool:

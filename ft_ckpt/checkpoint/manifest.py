@@ -158,6 +158,7 @@ FORMAT_VERSION = 1  # increased when an older reader could misread a newer manif
 MANIFEST_LIMIT_BYTES = 256 << 20  # a million tensors
 _DELTA_FIELDS = {"base", "base_content", "content"}
 _MOST_RANKS = 1 << 17  # that may have written one file: each needs a digest state during a check
+_SHA256 = re.compile("[0-9a-f]{64}")
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
@@ -234,7 +235,7 @@ def manifest_to_json(manifest: Manifest) -> str:
     plain["metrics"] = {name: value if math.isfinite(value) else str(value) for name, value in plain["metrics"].items()}
     lines = [f"  {_json_text(key)}: {_json_text(value)}," for key, value in plain.items()]
     kept = (
-        {key: value for key, value in vars(file).items() if key != "etag" or value is not None}
+        {key: value for key, value in vars(file).items() if key not in ("etag", "sha256") or value is not None}
         for file in manifest.files
     )
     lines.append('  "files": [\n' + ",\n".join(f"    {_json_text(record)}" for record in kept) + "\n  ],")
@@ -327,6 +328,8 @@ def _manifest_problems(manifest: Manifest) -> Iterator[str]:
     for file in manifest.files:
         if file.size_bytes < 0 or not 1 <= file.ranks <= _MOST_RANKS:
             yield f"{file.path!r}: {file.size_bytes} bytes, written by {file.ranks} ranks"
+        elif file.sha256 is not None and not _SHA256.fullmatch(file.sha256):
+            yield f"{file.path!r}: sha256 {short(file.sha256)}, expected 64 hex digits"
         elif not _are_in_order(file):
             yield f"{file.path!r}: cuts that are not in order, inside of the file and of its ranks"
     base = manifest.delta.get("base", "")

@@ -20,9 +20,11 @@ def sign(
     password: str | None = None,
     provider: str | None = None,
 ) -> Path:
-    """Sign the checkpoint `path`, after comparing all digests; returns the path of the signature, its file `model.sig`.
+    """Sign the checkpoint `path`, after comparing digests; returns the path of the signature, its file `model.sig`.
 
-    It covers the manifest and every file that the manifest lists, in the format of OpenSSF's model-signing. `key`: the
+    It covers the manifest and every file that the manifest lists, in the format of OpenSSF's model-signing. Files whose
+    SHA-256 was stored with the save (SaverConfig.digest) are not read: if one is damaged, the signature does not fit
+    it, and verification refuses it. All other files are read and compared with their digests. `key`: the
     PEM file of a private key (P-256, P-384 or P-521), encrypted with `password` if given. None signs by Sigstore's
     keyless way, which needs a network: with the credentials of the environment, or a login at `provider`. An older
     signature is replaced.
@@ -34,7 +36,8 @@ def sign(
     place = open_place(path)
     folder = folder_of(place.folder)
     with open_checkpoint(place, compares=False) as held:
-        if problems := held.find_problems(deep=True):
+        known = {file.path for file in held.manifest.files if file.sha256}
+        if problems := held.find_problems(deep=True, late=known):
             raise CorruptError(f"{folder}: {listing(list(problems))}; not signed, use another checkpoint")
         if unlisted := unlisted_files(folder, held.manifest):
             raise CorruptError(

@@ -5,9 +5,9 @@ manifest lists. The manifest itself cannot list it. Leases, pins and our other m
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,7 +33,7 @@ def make_signature(
     Raises ConfigError for an unusable key, or without the library; TargetError when Sigstore cannot be used now.
     """
     (hashing, signing, _), folder = _libraries(), folder_of(opened)
-    config = signing.Config().set_hashing_config(_ListedFiles(_hashing_of(hashing), manifest))
+    config = signing.Config().set_hashing_config(_ListedFiles(_hashing_of(hashing), manifest, trusts=True))
     if key is None:
         with _explained("Sigstore: cannot be used now", TargetError):
             config.use_sigstore_signer(oidc_issuer=provider, use_ambient_credentials=True)
@@ -99,13 +99,27 @@ class _ListedFiles:
 
     config: Any  # model_signing.hashing.Config
     manifest: Manifest
+    trusts: bool = False  # take the SHA-256 that the manifest has; the others are computed
 
     def hash(self, model_path: Path, **_: Any) -> Any:
-        present = [path for name in _signed_names(self.manifest) if (path := model_path / name).is_file()]
-        return self.config.hash(model_path, files_to_hash=present)
+        known = {file.path: file.sha256 for file in self.manifest.files if self.trusts and file.sha256}
+        names = [name for name in _signed_names(self.manifest) if name not in known]
+        present = [path for name in names if (path := model_path / name).is_file()]
+        return _with_known(self.config.hash(model_path, files_to_hash=present), known)
 
     def add_ignored_paths(self, **_: Any) -> None:
         """Ignore nothing that a bundle names: it has to cover all files."""
+
+
+def _with_known(hashed: Any, known: Mapping[str, str]) -> Any:
+    """The library's manifest `hashed`, and the files `known` by their SHA-256, hexadecimal."""
+    from model_signing import manifest as library
+
+    kind = library.SerializationType.from_args(hashed.serialization_type)
+    found = [(each.identifier, each.digest) for each in hashed.resource_descriptors()]
+    sample = found[0][1]  # of ft_ckpt.json, which is always computed
+    found += [(name, replace(sample, digest_value=bytes.fromhex(digest))) for name, digest in known.items()]
+    return library.Manifest(hashed.model_name, [kind.new_item(name, digest) for name, digest in found], kind)
 
 
 def _hashing_of(hashing: Any) -> Any:

@@ -189,7 +189,8 @@ def write_file(plan: FilePlan, regions: Iterable[Region], store: Store, writer: 
             )
         digest = file.finish()
     etag = None if file.stored is None else file.stored.etag
-    return FileRecord(plan.path, layout.size_bytes, whole_digest(digest), etag=etag)
+    sha256 = None if file.sha256 is None else file.sha256.hexdigest()
+    return FileRecord(plan.path, layout.size_bytes, whole_digest(digest), etag=etag, sha256=sha256)
 
 
 def _fill_tensors(file: DurableFile, layout: Layout, feed: Iterator[Region]) -> int:

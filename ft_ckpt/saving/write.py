@@ -89,7 +89,7 @@ def prepare_stage(
 
 
 def saver_tuning(config: SaverConfig) -> WriteTuning:
-    return tuning_for(config.io_threads, config.direct_io, config.io_block_bytes)
+    return tuning_for(config.io_threads, config.direct_io, config.io_block_bytes, config.digest == "sha256")
 
 
 _PROBE = ".ft_ckpt-probe"

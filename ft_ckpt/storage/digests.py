@@ -42,6 +42,7 @@ class FileRecord:
     ranks: int = 1  # that wrote it
     linked: bool = False  # to the file of an earlier checkpoint, whose tensors had not changed since
     etag: str | None = None  # of the object in a bucket; one of another version is compared before it is used
+    sha256: str | None = None  # 64 hex digits, if the save was asked for them (SaverConfig.digest)
 
 
 def digest_of(file: Path) -> str:

@@ -9,6 +9,7 @@ that several ranks write, each puts its own regions.
 """
 
 import ctypes
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -29,13 +30,16 @@ class WriteTuning:
     threads: int = 4
     block_bytes: int = BLOCK_BYTES
     direct_bytes: int | None = BLOCK_BYTES  # files from this size on go past the page cache; None: none does
+    sha256: bool = False  # take the SHA-256 of each file, too
 
 
-def tuning_for(threads: int | None = None, direct: str = "auto", block_bytes: int = BLOCK_BYTES) -> WriteTuning:
+def tuning_for(
+    threads: int | None = None, direct: str = "auto", block_bytes: int = BLOCK_BYTES, sha256: bool = False
+) -> WriteTuning:
     """The tuning for these settings: None and "auto" are the defaults; "on" writes small files past the cache, too."""
     default = WriteTuning()
     least = {"auto": default.direct_bytes, "on": 0, "off": None}[direct]
-    return WriteTuning(threads or default.threads, block_bytes, least)
+    return WriteTuning(threads or default.threads, block_bytes, least, sha256)
 
 
 T = TypeVar("T")
@@ -122,7 +126,7 @@ class Writer:
     @contextmanager
     def fill(self, goal: Writable) -> Iterator["DurableFile"]:
         """Yield `goal` to be filled by regions and finished; it is abandoned when the block raises."""
-        file = DurableFile(self, goal)
+        file = DurableFile(self, goal, sha256=hashlib.sha256() if self.tuning.sha256 else None)
         try:
             yield file
         except BaseException:
@@ -137,6 +141,7 @@ class DurableFile:
     writer: Writer
     goal: Writable
     digest: Any = field(default_factory=xxhash.xxh3_128)
+    sha256: Any = None  # its state, if the tuning asks for it; the file's when all of it is written here
     jobs: list[Future[None]] = field(default_factory=list)
     block: Block | None = None  # being filled
     base: int = 0  # where in the file it begins, aligned
@@ -201,8 +206,9 @@ class DurableFile:
             return
         block, part = self.block, (self.digest, self.low, self.high)
         hashed = [self.writer.file_hasher.submit(update_digests, block, [part])]
-        if self.parts:
-            hashed.append(self.writer.tensor_hasher.submit(update_digests, block, self.parts))
+        further = self.parts if self.sha256 is None else [*self.parts, (self.sha256, self.low, self.high)]
+        if further:
+            hashed.append(self.writer.tensor_hasher.submit(update_digests, block, further))
         self.block, self.parts = None, []
         self.jobs = [job for job in self.jobs if not job.done() or job.result() is not None]  # raises a writer's error
         self.jobs.append(self.writer.pool.submit(self._flush_block, block, self.base, self.low, self.high, hashed))

@@ -1,6 +1,7 @@
 """Signatures with real keys: a signed folder that gains, loses or changes a file is refused, and the file is named."""
 
 import base64
+import hashlib
 import json
 import os
 import random
@@ -12,21 +13,23 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import models
 import pytest
 from buckets import in_bucket, new_bucket
-from faults import contents, dies_at, make_checkpoint, save, save_with_state
+from faults import contents, dies_at, make_checkpoint, rewrite_manifest, save, save_with_state
 from launch import run_python
 
 import ft_ckpt
+from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint import signature
-from ft_ckpt.checkpoint.catalog import verify
+from ft_ckpt.checkpoint.catalog import read_manifest, verify
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
 from ft_ckpt.checkpoint.guards import hold_lease, pin
 from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.checkpoint.sign import sign
 from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
 from ft_ckpt.cli import run_command
-from ft_ckpt.errors import ConfigError, CorruptError, NotACheckpointError
+from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage.place import Place
 from ft_ckpt.transfer.copies import copy
@@ -80,6 +83,29 @@ def test_a_signed_checkpoint_is_whole_and_stays_what_it_was(signed: Path, keys: 
         SIGNATURE_NAME,
         ".ft_ckpt-pin",
     }
+
+
+@pytest.mark.parametrize("form", ["safetensors", "h5", "dual"])
+def test_sha256_of_the_save_need_not_be_taken_again(tmp_path: Path, keys: tuple[Path, Path], form: str) -> None:
+    with CheckpointSaver(digest="sha256", format=form, max_shard_size=30_000) as saver:
+        saver.save(models.build("llama"), tmp_path / "x")
+    files = {file.path: file.sha256 for file in read_manifest(tmp_path / "x").files if file.sha256}
+    assert len(files) > 1
+    assert files == {name: hashlib.sha256((tmp_path / "x" / name).read_bytes()).hexdigest() for name in files}
+    sign(tmp_path / "x", keys[0])
+    assert problems(tmp_path / "x", keys[1]) == ""
+    name = min(files)
+    content = (tmp_path / "x" / name).read_bytes()
+    (tmp_path / "x" / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    sign(tmp_path / "x", keys[0])  # the file is not read
+    assert name in problems(tmp_path / "x", keys[1])
+
+
+def test_sha256_that_is_none_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "x")
+    rewrite_manifest(tmp_path / "x", lambda document: document["files"][0].update(sha256="abc"))
+    with pytest.raises(ManifestError, match="sha256 'abc', expected 64 hex digits"):
+        read_manifest(tmp_path / "x")
 
 
 def test_the_library_itself_accepts_it(signed: Path, keys: tuple[Path, Path]) -> None:
