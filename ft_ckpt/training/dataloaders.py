@@ -232,9 +232,21 @@ def _is_of_library(part: Any) -> bool:
 def pass_length(loader: Any) -> int | None:
     """Number of batches of a whole pass, None if not certain."""
     try:
-        return len(loader) if is_map(loader) else None
-    except TypeError:
+        return len(loader) - _misses_last_batch(loader) if is_map(loader) else None
+    except (TypeError, AttributeError):
         return None
+
+
+def _misses_last_batch(loader: Any) -> bool:
+    """Whether this rank gets nothing of the last batch, which Accelerate's `len` counts for all ranks: it is split
+    without being filled up, and too short.
+    """
+    places = _sampler_places(loader)
+    shard: Any = _sampler_at(*places[0]) if places else None
+    if not getattr(shard, "split_batches", False) or shard.even_batches or shard.drop_last:
+        return False
+    last = len(shard.batch_sampler.sampler) % shard.batch_size
+    return bool(0 < last <= shard.batch_size // shard.num_processes * shard.process_index)
 
 
 def samples_in(batch: Any) -> int:

@@ -469,7 +469,7 @@ def _problems(known: _KnownDocument, manifest: Manifest) -> Iterator[str]:
         ("progress.step", counts["step"], manifest.step),
         ("run_id", known.run_id, manifest.run_id),
     ):
-        if expected not in (None, value):
+        if expected != value:
             yield f"{name}: {value!r}, expected {expected!r} as in the manifest"
     yield from _tried("history", lambda: begin_history(0, 0, 0.0, known.history))
     flags = known.requires_grad  # absent in earlier versions

@@ -323,6 +323,12 @@ def test_samples_given_again_at_several_changes(kind: str) -> None:
     assert problems_of(Plan(kind, 36), stages) == []
 
 
+def test_a_last_batch_that_does_not_reach_all_ranks() -> None:
+    """Accelerate splits it without filling it up; its `len` counts it for all ranks."""
+    plan = Plan("accelerate", 12, even=False, split=True)
+    assert problems_of(plan, [Stage(1, 2, 6), Stage(3, 2, 0), Stage(4, 2, 10**6)]) == []
+
+
 def test_positions_of_0_2_0_after_a_change() -> None:
     """Their offset has the samples given again."""
     plan, states = Plan("distributed", 36), None
