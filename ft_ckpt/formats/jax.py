@@ -6,6 +6,8 @@ Names are keys joined by dots, as orbax names its arrays. Nothing is executed.
 
 import json
 import math
+import operator
+import re
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -131,8 +133,12 @@ def _check_chunks(arrays: Mapping[str, Any], written: Mapping[str, Any], has_all
     wrong, left_out = [], []
     for name, array in arrays.items():
         shape, steps, part = array.shape, array.chunk_layout.write_chunk.shape or (), written[name]
-        count = math.prod(-(-size // step) for size, step in zip(shape, steps, strict=True))
-        stored = sum(not key.rpartition(b"/")[2].startswith((b".z", b"zarr.json")) for key in listed[name].result())
+        grid = tuple(-(-size // step) for size, step in zip(shape, steps, strict=True))
+        count, keys = math.prod(grid), listed[name].result()
+        others = [key for key in keys if not key.rpartition(b"/")[2].startswith((b".z", b"zarr.json"))]
+        stored = len({place for key in others if (place := _chunk_place(key, grid)) is not None})
+        if stored < len(others):
+            wrong.append(f"{name}: {len(others) - stored} files that are none of its {count} chunks")
         if stored > count or (has_all and stored < count):
             wrong.append(f"{name}: {stored} chunks are stored, expected {count} of shape {list(shape)}")
         elif stored < count:
@@ -143,6 +149,17 @@ def _check_chunks(arrays: Mapping[str, Any], written: Mapping[str, Any], has_all
     if wrong:
         raise CorruptError(f"{listing(wrong)}; use another copy")
     return left_out
+
+
+def _chunk_place(key: bytes, grid: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The place in the grid of the chunk stored under `key` ("0.1", "0/1", "c/0/1"); None if it is no chunk."""
+    text = key.decode("utf-8", "replace").removeprefix("c").lstrip("./")
+    numbers = re.split(r"[./]", text) if text else []
+    if not all(number.isdecimal() and (number == "0" or number[0] != "0") for number in numbers):
+        return None
+    place = tuple(map(int, numbers)) if grid else ()  # zarr 2 stores a scalar as "0"
+    fits = len(place) == len(grid) and all(map(operator.lt, place, grid))
+    return place if fits else None
 
 
 def _array_place(folder: Path, name: str, in_store: bool) -> dict[str, Any]:

@@ -167,12 +167,14 @@ def load_torch_legacy(file: RawFile) -> Any:
     storages, each after its number of elements. The object is read twice: to find the storages, and with their offsets.
     """
     with damaged_input(f"{file.name}: saved by torch before 1.6"):
-        stream, sizes = io.BufferedReader(FileStream(file)), dict[str, int]()
+        stream, known = io.BufferedReader(FileStream(file)), dict[str, tuple[int, int]]()
 
         def note_storage(dtype: str, key: str, count: int) -> _StoragePlace:
             if count * ITEM_BYTES[dtype] > file.size_bytes:  # torch would allocate it before reading
                 raise ExcessError(f"storage {key} of {count:,} elements, in a file of {file.size_bytes:,} bytes")
-            sizes[key] = max(ITEM_BYTES[dtype], sizes.get(key, 0))
+            expected = known.setdefault(key, (count, ITEM_BYTES[dtype]))
+            if expected != (count, ITEM_BYTES[dtype]):
+                raise CorruptError(f"storage {key}: {count:,} elements of {dtype}, and {expected[0]:,} elsewhere")
             return _StoragePlace(file, 0, count * ITEM_BYTES[dtype], dtype)
 
         for _ in range(3):
@@ -182,9 +184,11 @@ def load_torch_legacy(file: RawFile) -> Any:
         keys = _read_pickle(stream, file.name, None)
         places, at = {}, stream.tell()
         for key in keys:
-            size = int.from_bytes(file.bytes(at, 8), "little") * sizes[key]
-            places[key] = (at + 8, at + 8 + size)
-            at += 8 + size
+            found, (count, item_bytes) = int.from_bytes(file.bytes(at, 8), "little"), known[key]
+            if found != count:
+                raise CorruptError(f"storage {key}: {found:,} elements, its tensors expect {count:,}")
+            places[key] = (at + 8, at + 8 + count * item_bytes)
+            at += 8 + count * item_bytes
         if at != file.size_bytes:
             what = f"{file.size_bytes - at:,} bytes after its last storage" if at < file.size_bytes else "cut short"
             raise CorruptError(f"{what}: its storages end at byte {at:,}, the file at {file.size_bytes:,}")

@@ -87,6 +87,16 @@ def test_a_chunk_that_an_old_writer_left_out_is_named(folders):
     assert [what for what in file.skipped if what.startswith("params.dense.kernel: 1 of 1 chunks")]
 
 
+@pytest.mark.parametrize("name", ["0.0.part", "0.1", "0", "0.0.0", "00.0"])
+def test_a_renamed_chunk_of_an_old_writer_is_no_zeros(folders, name):
+    document = json.loads((folders / "_METADATA").read_text())
+    del document["store_array_data_equal_to_fill_value"]
+    (folders / "_METADATA").write_text(json.dumps(document))
+    (folders / CHUNK).rename((folders / CHUNK).with_name(name))
+    with pytest.raises(CorruptError, match=r"params\.dense\.kernel: 1 files that are none of its 1 chunks"):
+        check_folder(folders, WHOLE)
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("way", ["pipe", "device", "out", "dangling", "itself", "folder"])
 def test_only_regular_files_inside_the_folder_are_read(folders, way):

@@ -336,6 +336,18 @@ def test_an_old_file_ends_with_its_last_storage(tmp_path, place, count):
             read(tmp_path / "x.pt")
 
 
+@pytest.mark.parametrize("change", [-1, 1])
+def test_storages_of_an_old_file_have_as_many_elements_as_its_tensors_say(tmp_path, change):
+    torch.save({"w": torch.arange(9.0)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    content = (tmp_path / "x.pt").read_bytes()
+    at, data = len(content) - 9 * 4 - 8, content[-9 * 4 :]
+    data = data[:-4] if change < 0 else bytes(4) + data
+    (tmp_path / "x.pt").write_bytes(content[:at] + (9 + change).to_bytes(8, "little") + data)
+    for read in (lambda path: torch_file.open_torch_file(raw_file(path)), load):
+        with pytest.raises(CorruptError, match=rf"x\.pt.*{9 + change} elements, its tensors expect 9"):
+            read(tmp_path / "x.pt")
+
+
 def test_a_file_that_changes_while_open_is_noticed(tmp_path):
     torch.save({"a": torch.zeros(100_000)}, tmp_path / "x.pt")
     file = torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
