@@ -22,11 +22,15 @@ _PARAMETER = re.compile(
     r"(?:(?!%26|[:,.)]+(?:\s|$))[^\s&;'\"<>])+",
     re.IGNORECASE,
 )
+_TOKEN = re.compile(
+    r"(?P<kind>\bhf_)[A-Za-z0-9]{30,}|(?P<scheme>\bbearer\s{1,9})(?=[^\s'\"]{0,200}\d)[\w.~+/=-]{8,}", re.IGNORECASE
+)
 _NAMED_CONTAINER = re.compile(r"(abfss?|wasbs?|ssh|sftp|git)$")  # schemes whose user info without ":" is no secret
 
 
 def without_secrets(text: str) -> str:
-    """`text` with "***" for user info and signing parameters in its URLs, with or without a scheme."""
+    """`text` with "***" for tokens, and for user info and signing parameters in URLs, with or without a scheme."""
+    text = _TOKEN.sub(lambda found: f"{found['kind'] or found['scheme']}{SECRET}", text)
     if ":" in text:
         text = _USER_INFO.sub(_hide_user_info, text)
     return _PARAMETER.sub(rf"\g<1>{SECRET}", text) if "=" in text or "%3" in text else text
@@ -46,14 +50,22 @@ class _CleanRepr(reprlib.Repr):
     def repr_str(self, x: str, level: int) -> str:
         return super().repr_str(without_secrets(x), level)
 
+    def repr_instance(self, x: Any, level: int) -> str:
+        try:
+            text = without_secrets(repr(x))
+        except Exception:  # noqa: BLE001 - of an object of any class
+            return super().repr_instance(x, level)
+        half = (self.maxother - 3) // 2
+        return text if len(text) <= self.maxother else f"{text[:half]}...{text[3 + half - self.maxother :]}"
+
 
 def short(value: Any, most: int = 30) -> str:
-    """`repr(value)` with a few elements of containers and `most` characters of each text, from its ends.
+    """`repr(value)` with a few elements of containers and `most` characters of each text or object, from its ends.
 
     Secrets are removed before: in the end of a URL they are not recognised.
     """
     shortened = _CleanRepr()
-    shortened.maxstring = most
+    shortened.maxstring = shortened.maxother = most
     return shortened.repr(value)
 
 

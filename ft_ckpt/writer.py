@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from ft_ckpt.storage import locks
 from ft_ckpt.storage.digests import FileRecord, read_record, record_of
 from ft_ckpt.storage.local_store import LocalStore, make_like
 from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.proofs import prove_sources
 from ft_ckpt.storage.scratch import copy_object
 from ft_ckpt.storage.store import Store, is_inside
 
@@ -164,7 +165,7 @@ class Writer:
         last = self._session.last
         if last is None:
             return None
-        with open_checkpoint(last.place(self.run)) as held:
+        with ExitStack() as undo, open_checkpoint(last.place(self.run)) as held:
             if held.identity != last.identity:
                 raise WriterError(f"{held.location}: another checkpoint than the one that the trainer continues from")
             parts = parts_of(held.manifest)
@@ -179,10 +180,13 @@ class Writer:
                 raise WriterError(
                     f"{held.location}: the part of {self.name} has files; give resume() a folder for them"
                 )
-            copied = {
-                name: tuple(_copy_out(held.store, f"{PARTS}/{name}", path, Path(str(folder), name)) for path in paths)
-                for name, paths in files.items()
-            }
+            copied: dict[str, tuple[Path, ...]] = dict.fromkeys(names, ())
+            for name, path in [(each, path) for each in names for path in files[each]]:
+                target = _copy_out(held.store, f"{PARTS}/{name}", path, Path(str(folder), name))
+                undo.callback(target.unlink, missing_ok=True)
+                copied[name] += (target,)
+            prove_sources()
+            undo.pop_all()
             return Part(held.location, held.manifest.step, states, copied)
 
     def close(self) -> None:

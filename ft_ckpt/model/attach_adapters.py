@@ -264,7 +264,7 @@ def _prepare_base(model: Any, held: OpenCheckpoint, records: Sequence[PartRecord
     if rows is None or rows == model.get_input_embeddings().weight.shape[0]:
         return ()
     model.resize_token_embeddings(rows, mean_resizing=False)
-    return (f"embeddings resized to {rows} rows, as the adapter in {held.store.url} was trained with",)
+    return (f"embeddings resized to {rows} rows, as the adapter in {held.location} was trained with",)
 
 
 def _stored_rows(model: Any, records: Sequence[PartRecord]) -> int | None:

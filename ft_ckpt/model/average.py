@@ -226,9 +226,9 @@ def _stored_names(files: Sequence[TensorFile], names: Sequence[str]) -> tuple[li
 def _chosen_places(sources: list[Place], last: int | None) -> list[Place]:
     if last is None:
         return sources
-    if len(sources) != 1 or last < 2:
+    if len(sources) != 1 or type(last) is not int or last < 2:
         found = _counted(len(sources), "source")
-        raise ConfigError(f"last={last} with {found}: expected one run's folder, and 2 or more")
+        raise ConfigError(f"last={last!r} with {found}: expected one run's folder, and 2 or more")
     known = [info for info in list_readable(sources[0]).found if not info.manifest.made_from]
     if not known:
         raise ConfigError(

@@ -25,7 +25,7 @@ from ft_ckpt.checkpoint.guards import is_mark
 from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import hold_open
 from ft_ckpt.checkpoint.staging import Staging, open_staging_at
-from ft_ckpt.config import canonical_dtype, parse_size
+from ft_ckpt.config import canonical_dtype, is_size, parse_size
 from ft_ckpt.errors import (
     ConfigError,
     CorruptError,
@@ -147,6 +147,8 @@ def convert_options(
         raise TargetError(f"{target}: a file, expected a folder for {known.name}; choose another path")
     if not to_folder and max_shard_size is not None:
         raise ConfigError(f"max_shard_size={max_shard_size!r}: {name} is one file; give a folder to have several")
+    if max_shard_size is not None and not is_size(max_shard_size):
+        raise ConfigError(f"max_shard_size={max_shard_size!r}: expected bytes, or a size such as '5GB', above 0")
     if shards is not None and (known.library is None or known.library.write_shards is None):
         raise ConfigError(f"shards={str(shards)!r}: format {known.name!r} has no shards by name; leave it out")
     most = parse_size(max_shard_size or "50GB")

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,14 +151,23 @@ class Place:
             raise LoadError(f"{self}: a folder, or no regular file; name a file") from error
 
     def folders_around(self, levels: int = 4) -> Iterator[tuple[Store, str]]:
-        """This folder and its parents, nearest first, each with the name of this place in it."""
-        here, name = self.folder, ""
-        for _ in range(levels):
-            yield here, name
-            above = here.parent
-            if above is None:
-                return
-            here, name = above, f"{_last_step(here)}/{name}".rstrip("/")
+        """This folder and its parents, nearest first, each with the name of this place in it; for a symbolic link, then
+        those of its destination.
+        """
+        yield from _parents(self, levels)
+        if isinstance(self.store, LocalStore) and (path := Path(str(self))).is_symlink():
+            with suppress(OSError, RuntimeError):  # links that lead to one another
+                yield from _parents(open_place(path.resolve()), levels)
+
+
+def _parents(place: Place, levels: int) -> Iterator[tuple[Store, str]]:
+    here, name = place.folder, ""
+    for _ in range(levels):
+        yield here, name
+        above = here.parent
+        if above is None:
+            return
+        here, name = above, f"{_last_step(here)}/{name}".rstrip("/")
 
 
 def open_place(place: "str | os.PathLike[str] | Place", **options: Any) -> Place:

@@ -126,6 +126,20 @@ def manifest_facts(folder: Path) -> Any:
     return dataclasses.replace(manifest, created="", files=(), versions={}), files
 
 
+def test_a_link_to_a_file_of_a_checkpoint_is_compared(tmp_path: Path) -> None:
+    saving()(tmp_path / "x")
+    file, link = tmp_path / "x" / "model.safetensors", tmp_path / "link.safetensors"
+    link.symlink_to(file)
+    assert ft_ckpt.convert(link, tmp_path / "whole.pt", progress=False).tensors
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert not ft_ckpt.verify(link).ok
+    with pytest.raises(CorruptError, match=r"model\.safetensors.*digest"):
+        ft_ckpt.convert(link, tmp_path / "out.pt", progress=False)
+    assert not (tmp_path / "out.pt").exists()
+
+
 def contents(path: Path | str) -> dict[str, Any]:
     """Every file in a folder, or the one file."""
     path = Path(path)

@@ -276,6 +276,7 @@ def test_of_a_run_and_no_moment_of_it(tmp_path):
         (2, {"weights": [torch.ones(2), 1]}, "finite"),
         (2, {"last": 2}, "last=2 with 2 sources: expected one run's folder"),
         (1, {"last": 4}, "1 valid checkpoint"),
+        (1, {"last": "2"}, "last='2' with 1 source: expected one run's folder"),
     ],
 )
 def test_what_cannot_be_asked_for(three, tmp_path, sources, settings, words):
@@ -350,3 +351,16 @@ def test_an_average_made_while_training_is_the_plain_model(tmp_path):
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits(found), logits(ema.module))
     assert not torch.equal(logits(found), logits(model))
+
+
+def test_folders_of_one_config_that_tie_otherwise_have_no_average(tmp_path):
+    """A model of transformers ties whatever its config says; the files of others may not."""
+    model = models.build("llama")
+    for name, copies in (("tied", False), ("untied", True)):
+        model.config.save_pretrained(tmp_path / name)
+        state = dict(model.state_dict())
+        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone() if copies else state["lm_head.weight"]
+        torch.save(state, tmp_path / name / "pytorch_model.bin")
+    with pytest.raises(SelectionError, match=r"lm_head\.weight.*only models of one config"):
+        average([tmp_path / "tied", tmp_path / "untied"], tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()

@@ -73,10 +73,15 @@ class CommandServer:
         """Continue the process with a signal until it stops (None) or ends."""
         os.kill(self.pid, number)
         line = self._line()
-        return None if line == "stopped" else Ended(**json.loads(line))
+        if line == "stopped":
+            return None
+        self.pid = 0
+        return Ended(**json.loads(line))
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and one that a failed trial has left."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
         self._process.communicate()
 
     def _line(self) -> str:

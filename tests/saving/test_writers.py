@@ -26,7 +26,7 @@ from ft_ckpt.checkpoint.catalog import CheckpointInfo, read_manifest
 from ft_ckpt.checkpoint.delete import delete_checkpoint, delete_state
 from ft_ckpt.checkpoint.session import ROOM
 from ft_ckpt.cli import views
-from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, WriterError
+from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, TargetError, WriterError
 from ft_ckpt.storage.local_store import LocalStore
 
 FORK = multiprocessing.get_context("fork")
@@ -341,6 +341,20 @@ def test_unchanged_files_are_stored_once(tmp_path: Path) -> None:
     for step in (1, 2):  # each checkpoint is whole without the others
         delete_checkpoint(tmp_path / f"run/checkpoint-{step}")
     assert ft_ckpt.verify(tmp_path / "run/checkpoint-3").ok
+
+
+def test_no_damaged_file_is_left_behind(tmp_path: Path) -> None:
+    with trainer(tmp_path / "run") as saver:
+        saver.invite("replay")
+        with Writer(tmp_path / "run", "replay") as writer:
+            writer.put(1, {"at": 1}, files={"a.bin": b"right", "b.bin": b"right"})
+            report = stepped(saver, 1)
+            (file,) = report.path.rglob("b.bin")
+            file.chmod(0o644)
+            file.write_bytes(b"wrong")
+            with pytest.raises(CorruptError, match=r"b\.bin.*digest"):
+                writer.resume(tmp_path / "back")
+    assert not [path for path in (tmp_path / "back").rglob("*") if path.is_file()]
 
 
 def test_what_was_handed_in_is_compared(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import logging
 import pickle
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,8 @@ SAFE = r"a\x1b]0;title\x07\r\nb\x9b31m\u202e\u2028\x7f\udcff"
         ("https://h/p?a=1&amp;access_token=SECRET'", "https://h/p?a=1&amp;access_token=***'"),
         ("gs://b/p?token=SECRET: no such object", "gs://b/p?token=***: no such object"),
         ("?next=https%3A%2F%2Fh%3Fsig%3DSECRET%26b%3D2", "?next=https%3A%2F%2Fh%3Fsig%3D***%26b%3D2"),
+        (f"token hf_{'aB3' * 12}, no", "token hf_***, no"),
+        ("headers {'Authorization': 'Bearer S3.E-C_RET', 'x': 1}", "headers {'Authorization': 'Bearer ***', 'x': 1}"),
     ],
 )
 def test_secrets_of_urls(text, shown):
@@ -45,6 +48,8 @@ def test_secrets_of_urls(text, shown):
             "loss=3; token=None",
             "somebody@example.org",
             "é 漢 a/b=c",
+            "a bearer authentication",
+            "hf_org/hf_model",
         ),
     ],
 )
@@ -52,7 +57,11 @@ def test_other_text_stays_as_it_is(text):
     assert printable(text) == text
 
 
-@pytest.mark.parametrize("wrapped", [str, lambda text: [text], lambda text: {text: {"a": text}}], ids=["", "[]", "{}"])
+@pytest.mark.parametrize(
+    "wrapped",
+    [str, lambda text: [text], lambda text: {text: {"a": text}}, str.encode, Path],
+    ids=["", "[]", "{}", "bytes", "object"],
+)
 def test_secrets_are_removed_before_values_are_cut_short(wrapped):
     for text in (f"{'a' * 30} https://u:S3CRET@h/p", f"https://h/{'a' * 30}?token={'b' * 30}S3CRET"):
         assert "S3CRET" not in printable(short(wrapped(text)))
