@@ -217,6 +217,13 @@ def folder_of(store: Store) -> Path:
     return store.folder
 
 
+def linked_path(path: Path) -> Path | None:
+    """The destination of a symbolic link; None for another file, and for links that lead to one another."""
+    with contextlib.suppress(OSError, RuntimeError):
+        return path.resolve() if path.is_symlink() else None
+    return None
+
+
 def files_access(path: Path) -> Access:
     """The access to a file, or to all files below a folder but our own marks: what all who have it may read."""
     paths = [path]

@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, MissingError, UnreadableError
 from ft_ckpt.messages import without_secrets
 from ft_ckpt.storage.local_disk import local_path
-from ft_ckpt.storage.local_store import LocalStore, files_access, folders_access
+from ft_ckpt.storage.local_store import LocalStore, files_access, folders_access, linked_path
 from ft_ckpt.storage.store import FREE, HUB_BUCKETS, Access, Readable, Store, is_name
 
 if TYPE_CHECKING:
@@ -155,9 +154,9 @@ class Place:
         those of its destination.
         """
         yield from _parents(self, levels)
-        if isinstance(self.store, LocalStore) and (path := Path(str(self))).is_symlink():
-            with suppress(OSError, RuntimeError):  # links that lead to one another
-                yield from _parents(open_place(path.resolve()), levels)
+        destination = linked_path(Path(str(self))) if isinstance(self.store, LocalStore) else None
+        if destination is not None:
+            yield from _parents(open_place(destination), levels)
 
 
 def _parents(place: Place, levels: int) -> Iterator[tuple[Store, str]]:
