@@ -22,7 +22,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # in its __in
     http_backoff,
 )
 
-from ft_ckpt.errors import ConfigError, CorruptError
+from ft_ckpt.errors import ConfigError
 from ft_ckpt.messages import clean_causes
 from ft_ckpt.storage.hub_client import HUB_ERRORS, hub_errors, hub_status, make_api, progress_bars
 from ft_ckpt.storage.store import (
@@ -35,6 +35,8 @@ from ft_ckpt.storage.store import (
     checked_name,
     missing_object,
     read_object,
+    refuse_beyond,
+    refuse_other_length,
 )
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # of a bucket, with its namespace
@@ -238,10 +240,7 @@ class HubObject:
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
         stop = start + len(memory)
-        if stop > self.size_bytes:
-            raise CorruptError(
-                f"{self.where}: ends at byte {self.size_bytes}, bytes up to {stop} asked for; it was cut short"
-            )
+        refuse_beyond(self, self.where, stop)
         if stop > _FIRST_BYTES:
             memory[:] = self._range(start, stop)
             return
@@ -277,8 +276,5 @@ class HubObject:
         content: bytes = answer.content
         if answer.status_code == 200:  # ranges are ignored
             content = content[start:stop]
-        if len(content) != stop - start:
-            raise CorruptError(
-                f"{self.where}: {len(content)} bytes came from byte {start} on, expected {stop - start}; read it again"
-            )
+        refuse_other_length(self.where, start, len(content), stop - start)
         return content

@@ -38,6 +38,8 @@ from ft_ckpt.storage.store import (
     checked_name,
     missing_object,
     read_object,
+    refuse_beyond,
+    refuse_other_length,
 )
 
 ABSENT = (FileNotFoundError, exceptions.NotFoundError)
@@ -442,10 +444,7 @@ class RemoteObject:
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
         stop = start + len(memory)
-        if stop > self.size_bytes:
-            raise CorruptError(
-                f"{self.where}: ends at byte {self.size_bytes}, bytes up to {stop} asked for; it was cut short"
-            )
+        refuse_beyond(self, self.where, stop)
         here = self.first[start:stop]
         memory[: len(here)] = here
         memory, start = memory[len(here) :], start + len(here)
@@ -460,10 +459,7 @@ class RemoteObject:
             found = answer.bytes()
         if has_version and answer.meta["e_tag"] != self.version:  # some services ignore conditions
             raise changed_object(self.where)
-        if len(found) != len(memory):
-            raise CorruptError(
-                f"{self.where}: {len(found)} bytes came from byte {start} on, expected {len(memory)}; read it again"
-            )
+        refuse_other_length(self.where, start, len(found), len(memory))
         memory[:] = memoryview(found).cast("B")
 
     def map(self) -> None:

@@ -207,6 +207,18 @@ def changed_object(where: str) -> CorruptError:
     return CorruptError(f"{where}: written over while it was read; read it again")
 
 
+def refuse_beyond(file: Readable, where: str, stop: int) -> None:
+    """Raise CorruptError if an object ends before byte `stop`."""
+    if stop > file.size_bytes:
+        raise CorruptError(f"{where}: ends at byte {file.size_bytes}, bytes up to {stop} asked for; it was cut short")
+
+
+def refuse_other_length(where: str, start: int, found: int, expected: int) -> None:
+    """Raise CorruptError if an answer has `found` bytes, not the `expected` ones."""
+    if found != expected:
+        raise CorruptError(f"{where}: {found} bytes came from byte {start} on, expected {expected}; read it again")
+
+
 def etag_of(store: Store, name: str) -> str | None:
     """The version that the service assigned to an object; None if it assigns none, or there is no object."""
     found = store.stat(name)
