@@ -9,6 +9,7 @@ import base64
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -76,15 +77,16 @@ class _ModuleDescriber:
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
         self.names: dict[int, str] = {}
+        self.user_class, self.is_method = cache(user_class), cache(_is_method)  # many modules have few classes
 
     def describe_node(self, module: nn.Module, path: str) -> dict[str, Any]:
         module = unwrap(module)
         if id(module) in self.names:
             return {"same_as": self.names[id(module)]}
         self.names[id(module)] = path
-        cls = user_class(type(module))
+        cls = self.user_class(type(module))
         parameters = self.describe_parameters(module, path)
-        attributes, opaque = _simple_attributes(module, {parameter["name"] for parameter in parameters})
+        attributes, opaque = self.simple_attributes(module, cls, {parameter["name"] for parameter in parameters})
         return {
             "class": f"{cls.__module__}:{cls.__qualname__}",
             "attributes": attributes,
@@ -96,6 +98,23 @@ class _ModuleDescriber:
             ],
             "opaque": [*opaque, *_own_hooks(module)],
         }
+
+    def simple_attributes(self, module: nn.Module, cls: type, parameters: set[str]) -> tuple[dict[str, Any], list[str]]:
+        """The attributes that are plain values, and the names of the others."""
+        simple: dict[str, Any] = {}
+        opaque: list[str] = []
+        left_out = _INTERNAL | parameters
+        for name, value in vars(module).items():
+            if name in left_out or is_engine_attribute(name, value):
+                continue
+            if self.is_method(cls, name):  # a description has no code
+                opaque.append(name)
+                continue
+            try:
+                simple[name] = encode_value(value)
+            except SelectionError:
+                opaque.append(name)
+        return simple, opaque
 
     def describe_parameters(self, module: nn.Module, path: str) -> list[dict[str, Any]]:
         # FSDP1 leaves plain views of its flat parameter where the parameters were
@@ -187,22 +206,6 @@ def _refuse_method_names(node: Mapping[str, Any], cls: type, path: str) -> None:
     if taken or invalid:
         wrong = listing([_join_path(path, name) for name in (*taken, *invalid)], ", ")
         raise LoadError(f"{MODULE_NAME}: {wrong}: names of methods, or of no attribute; the checkpoint is damaged")
-
-
-def _simple_attributes(module: nn.Module, parameters: set[str]) -> tuple[dict[str, Any], list[str]]:
-    simple: dict[str, Any] = {}
-    opaque: list[str] = []
-    for name, value in vars(module).items():
-        if name in _INTERNAL | parameters or is_engine_attribute(name, value):
-            continue
-        if _is_method(user_class(type(module)), name):  # a description has no code
-            opaque.append(name)
-            continue
-        try:
-            simple[name] = encode_value(value)
-        except SelectionError:
-            opaque.append(name)
-    return simple, opaque
 
 
 def _own_hooks(module: nn.Module) -> list[str]:
