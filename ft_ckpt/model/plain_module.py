@@ -8,7 +8,7 @@ parameters on the meta device. The values come from the weights file.
 import base64
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -77,7 +77,8 @@ class _ModuleDescriber:
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
         self.names: dict[int, str] = {}
-        self.user_class, self.is_method = cache(user_class), cache(_is_method)  # many modules have few classes
+        self.user_class: Callable[[type], type] = cache(user_class)  # many modules have few classes
+        self.is_method: Callable[[type, str], bool] = cache(_is_method)
 
     def describe_node(self, module: nn.Module, path: str) -> dict[str, Any]:
         module = unwrap(module)
