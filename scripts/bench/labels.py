@@ -38,11 +38,22 @@ _LOADS = {
     "torch.load": "`torch.load`",
     "torch.load, mmap": "`torch.load(mmap=True)`",
 }
+_FIRST = {
+    "ours": "`ft_ckpt.load`",
+    "ours, h5": "`ft_ckpt.load` of HDF5",
+    "safetensors safe_open": "`safetensors` `safe_open`",
+    "safetensors load_file": "`safetensors` `load_file`",
+    "tensorizer, lazy": "tensorizer, `lazy_load`",
+}
+_MANY = {"ours": "ft_ckpt: safetensors", "ours, h5": "ft_ckpt: HDF5"}
 _RANKS = {
     "ours": "ft_ckpt, every rank writes its bytes",
     "ours, gather": "ft_ckpt, rank 0 gathers (no shared file system)",
 }
-_LABELS = {"save": _SAVES, "memory": _SAVES, "cold": _LOADS, "warm": _LOADS, "ranks": _RANKS}
+_LABELS = {
+    "save": _SAVES, "memory": _SAVES, "cold": _LOADS, "warm": _LOADS, "first": {**_LOADS, **_FIRST}, "many": _MANY,
+    "ranks": _RANKS,
+}  # fmt: skip
 
 
 def label(measure: str, way: str) -> str:

@@ -142,8 +142,8 @@ _LOAD = (
     Column("cold", "1GB", head="{size}, from the disk"),
     Column("cold", "2.5GB", head="{size}, from the disk"),
     Column("warm", "1GB", head="{size}, from the page cache"),
-    Column("first", "1GB", head="its first tensor, from the disk"),
 )
+_FIRST = (Column("first", "1GB"), Column("first", "2.5GB"))
 _MANY = (
     Column("many", "5.12MB", "seconds", "save until synced"),
     Column("many", "5.12MB", "first_seconds", "open, read one"),
@@ -165,7 +165,7 @@ _CONVERT = (Column("convert", "1GB", head="seconds"),)
 _WRITERS = (Column("writers", "1GB", head="{size} of weights: seconds"),)
 
 
-def _table_of(found: Figures, columns: Sequence[Column]) -> str:
+def _table_of(found: Figures, columns: Sequence[Column], without: Sequence[str] = ()) -> str:
     """A line for each way that has one of these figures: limits, then ours and the peers from the best on."""
     values = [
         {row["way"]: row[column.figure] for row in rows if column.figure in row}
@@ -175,7 +175,7 @@ def _table_of(found: Figures, columns: Sequence[Column]) -> str:
     by = MEASURES[columns[0].measure].figure
     own = [at for at, column in enumerate(columns) if (column.measure, column.figure) == (columns[0].measure, by)]
     order = max((at for at in own if values[at]), default=0)
-    ways = list(dict.fromkeys(way for each in values for way in each))
+    ways = [way for way in dict.fromkeys(way for each in values for way in each) if way not in without]
     ways.sort(key=lambda way: (not way.startswith("limit"), values[order].get(way, float("inf"))))
     lines = []
     for way in ways:
@@ -217,9 +217,10 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 TABLES = {
     "readme": _readme,
     "measured": _measured,
-    "save": lambda found: _table_of(found, _SAVE),
+    "save": lambda found: _table_of(found, _SAVE, without=[limits.COPY]),
     "stall": lambda found: _table_of(found, _STALL),
     "load": lambda found: _table_of(found, _LOAD),
+    "first": lambda found: _table_of(found, _FIRST),
     "many": lambda found: _table_of(found, _MANY),
     "ranks": lambda found: _table_of(found, _RANKS),
     "frozen": lambda found: _table_of(found, _FROZEN),

@@ -55,7 +55,9 @@ def server(shim):
 
 @pytest.fixture(scope="module")
 def server_of_all(shim):
-    found = CommandServer(shim, "models", "hub_server", "ft_ckpt.saving.merge_files", "ft_ckpt.transfer.hub")
+    found = CommandServer(
+        shim, "models", "deepspeed", "hub_server", "ft_ckpt.saving.merge_files", "ft_ckpt.transfer.hub"
+    )
     yield found
     found.close()
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from faults import make_checkpoint, manifest_of, write_safetensors
@@ -244,8 +244,9 @@ COMMANDS: dict[str, tuple[Action, Action]] = {
 # The processes
 
 
-def serve() -> None:
+def serve(answers: TextIO) -> None:
     """Answer until there are no more lines."""
+    print("ready", file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         end, start = os.pipe()
@@ -253,13 +254,13 @@ def serve() -> None:
         if not pid:
             os._exit(_act(start, **asked))
         os.close(start)
-        print(pid, flush=True)
+        print(pid, file=answers, flush=True)
         while os.WIFSTOPPED(status := os.waitpid(pid, os.WUNTRACED)[1]):
-            print("stopped", flush=True)
+            print("stopped", file=answers, flush=True)
         with os.fdopen(end) as pipe:
             said = pipe.read()
         ended = {"status": os.waitstatus_to_exitcode(status), "said": said, "calls": _shim.faulty_count()}
-        print(json.dumps(ended), flush=True)
+        print(json.dumps(ended), file=answers, flush=True)
 
 
 def _act(tell: int, command: str, step: int, root: str, there: str, call: int, environment: dict[str, str]) -> int:
@@ -284,6 +285,8 @@ def _act(tell: int, command: str, step: int, root: str, there: str, call: int, e
 
 
 if __name__ == "__main__":
+    stream = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for module in (*LOADED, *sys.argv[1:]):
@@ -292,5 +295,4 @@ if __name__ == "__main__":
     local_disk.fsync = lambda _: None  # no power is cut here: spare the disk
     copies.SMALL_COPY_BYTES = scratch.SMALL_COPY_BYTES = copies._WORTH_LOOKING_BYTES = LARGE_BYTES // 2
     object_store._PART_BYTES = 5 << 20
-    print("ready", flush=True)
-    serve()
+    serve(stream)
