@@ -100,6 +100,7 @@ class DataPosition:
             self._order.take(dataloaders.batches_per_call(self.loader))
             self._remember_own_state()
             yield batch
+        dataloaders.count_empty_pass(self.loader, self._numbers)
         self.end_pass()
 
     def end_pass(self) -> None:
@@ -129,6 +130,8 @@ class DataPosition:
             "offset": self._offset,
             "warm": self._warm,
             "at_end": self.at_end,
+            "over": self._pending and self._is_over,
+            "least": self._least if self._pending else None,
             "numbers": self._numbers,
             "start": self._start and self._start.state,
             "last": None if self._last is self._start or not self._last else self._last.state,
@@ -153,6 +156,7 @@ class DataPosition:
         self._offset, self._warm = state["offset"], state["warm"]
         self._numbers, self._loaded_at_end, self._origin = state["numbers"], state["at_end"], state.get("origin")
         self._order_left = state.get("order")
+        self._is_over, self._least = state.get("over", False), state.get("least")  # older states do not say
         self._start = RandomState(self.loader, state["start"]) if state["start"] else None
         self._last = RandomState(self.loader, state["last"]) if state["last"] else self._start
         self._states = [state["loader"]] if state["loader"] is not None and self._jumps_by_state else []
@@ -394,7 +398,8 @@ _FITS: dict[str, Callable[[Any], bool]] = {  # checks of the fields of a state
     **dict.fromkeys(("size", "shares", "per_step"), lambda value: _is_whole(value, 1)),
     **dict.fromkeys(("epoch", "batch", "samples", "given"), _is_whole),
     "offset": lambda value: _is_whole(value, -math.inf),
-    "warm": lambda value: type(value) is bool,
+    **dict.fromkeys(("warm", "over"), lambda value: type(value) is bool),
+    "least": lambda value: value is None or _is_whole(value, -math.inf),
     "at_end": lambda value: value is None or type(value) is bool,
     **dict.fromkeys(("sharing", "order"), lambda value: value is None or type(value) is str),
     "numbers": lambda value: isinstance(value, Mapping) and all(type(number) is int for number in value.values()),

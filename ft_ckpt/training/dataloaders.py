@@ -318,6 +318,15 @@ def set_loader_counters(loader: Any, saved: Mapping[str, int]) -> None:
             setattr(parts[part_name], name, saved[key])
 
 
+def count_empty_pass(loader: Any, at_start: Mapping[str, int]) -> None:
+    """Count a pass that is over, if the loader has not: Accelerate's do not count one without a batch on this rank, and
+    would give this rank the same order once more. `at_start` are the counters at its start.
+    """
+    counted = {key: value for key, value in loader_counters(loader).items() if key == "loader:iteration"}
+    if counted and counted.items() <= at_start.items():
+        set_loader_counters(loader, {key: value + 1 for key, value in counted.items()})
+
+
 def loader_generators(loader: Any) -> dict[str, tuple[Any, str, Any]]:
     """The loader's own generators as (part, attribute, generator); None for an empty attribute."""
     generators = {}

@@ -331,6 +331,25 @@ def test_a_last_batch_that_does_not_reach_all_ranks() -> None:
     assert problems_of(plan, [Stage(1, 2, 6), Stage(3, 2, 0), Stage(4, 2, 10**6)]) == []
 
 
+@pytest.mark.parametrize(
+    ("plan", "stages"),
+    [
+        (Plan("uneven", 26), [Stage(2, 4, 5), Stage(4, 4, 2), Stage(2, 4, 0), Stage(2, 4, 6)]),
+        (Plan("counted stream", 21, shuffle=False), [Stage(3, 4, 2), Stage(1, 4, 0), Stage(4, 4, 0), Stage(4, 4, 7)]),
+    ],
+    ids=["uneven", "counted stream"],
+)
+def test_the_end_of_a_pass_of_unknown_length_is_saved_again(plan: Plan, stages: list[Stage]) -> None:
+    """Before a batch of the next pass is asked for: a position that is not advanced stays at the end."""
+    assert problems_of(plan, [*stages, Stage(stages[-1].ranks, 4, 10**6)]) == []
+
+
+def test_a_rank_that_gets_nothing_of_the_rest_of_a_pass() -> None:
+    """Accelerate does not count a pass without a batch; the rank would have the same order in the next one."""
+    stages = [Stage(1, 2, 15), Stage(2, 4, 10**6)]
+    assert problems_of(Plan("accelerate", 33, even=False), stages) == []
+
+
 def test_positions_of_0_2_0_after_a_change() -> None:
     """Their offset has the samples given again."""
     plan, states = Plan("distributed", 36), None
