@@ -327,7 +327,10 @@ class DataPosition:
             return [f"{done} with the next one"]
         self._last, self._states, self._order_left = self._start, [], None
         notes = _sharing_problems(was, cut) if shares != self.shares else []
-        if self._loaded_at_end or (is_map and dataloaders.is_spent(self.loader, self.shares, taken)):
+        is_over = dataloaders.is_spent(self.loader, self.shares, taken) if is_map else None
+        if is_over is None or dataloaders.ends_together(self.loader):
+            is_over = bool(is_over or self._loaded_at_end)
+        if is_over:
             self._loaded_at_end, self._is_over = True, length is None
             self.batch, self._offset = taken // cut.per_step if length is None else length, 0
             return [f"{done} after its end", *notes]

@@ -205,15 +205,21 @@ def cut_of(loader: Any, shares: int) -> DataCut:
     return DataCut(whole, 1 if is_shared else shares, unit, order if known else None)
 
 
-def is_spent(loader: Any, shares: int, taken: int) -> bool:
-    """Whether a pass has no batch left after `taken` items of the source; False if unknown."""
+def is_spent(loader: Any, shares: int, taken: int) -> bool | None:
+    """Whether a pass has no batch left for any rank after `taken` items of the source; None if unknown."""
     places, cut = _sampler_places(loader), cut_of(loader, shares)
     try:
         left = len(_sampler_at(*places[_source_place(loader)])) - taken // cut.divisor
     except TypeError:
-        return False
+        return None
     drops = getattr(loader, "_drop_last", False) or getattr(_sampler_at(*places[0]), "drop_last", False)
     return left <= 0 or bool(drops and left < cut.per_step // cut.divisor)
+
+
+def ends_together(loader: Any) -> bool:
+    """Whether all ranks have their last batch at the same step: not with Accelerate's even_batches=False."""
+    places = _sampler_places(loader)
+    return not places or getattr(_sampler_at(*places[0]), "even_batches", True)
 
 
 def _source_place(loader: Any) -> int:

@@ -331,6 +331,15 @@ def test_a_last_batch_that_does_not_reach_all_ranks() -> None:
     assert problems_of(plan, [Stage(1, 2, 6), Stage(3, 2, 0), Stage(4, 2, 10**6)]) == []
 
 
+@pytest.mark.parametrize(("count", "split", "stages"), [(19, False, (4, 1)), (43, True, (2, 5))])
+def test_ranks_at_the_end_of_a_pass_that_is_cut_into_smaller_batches(
+    count: int, split: bool, stages: tuple[int, int]
+) -> None:
+    """Some ranks have had their last batch; of the rest in smaller batches they get some, too."""
+    plan, (batch, steps) = Plan("accelerate", count, even=False, split=split), stages
+    assert problems_of(plan, [Stage(4, batch, steps), Stage(4, 1, 10**6)]) == []
+
+
 @pytest.mark.parametrize(
     ("plan", "stages"),
     [
