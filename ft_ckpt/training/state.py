@@ -274,7 +274,8 @@ def assemble_state(
 def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, Source]) -> Part:
     """The part with `state`, and exact copies of live tensors that the other `parts` convert or leave out.
 
-    The frozen parameters of an adapter's base are not copied: they do not belong to its run.
+    The frozen parameters of an adapter's base are not copied: they do not belong to its run. Frozen parameters of the
+    adapter itself are, which PEFT omits or stores in another form: another process may make others.
     """
     exact = {
         entry.source.key: [part.path, entry.name]
@@ -282,7 +283,7 @@ def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, 
         for entry in part.entries
         if entry.source is not None and entry.dtype == entry.source.dtype
     }
-    left = [s for p in parts if p.kind == "adapter" for s in (*p.base.values(), *p.passed)]
+    left = [source for part in parts if part.kind == "adapter" for source in part.base.values()]
     bases = {source.key for source in left if source.is_parameter}
     entries, weights = list(state.entries), {}
     for name, source in found.items():

@@ -15,7 +15,7 @@ from ft_ckpt.checkpoint.delete import delete_checkpoint
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.config import parse_size
-from ft_ckpt.errors import CheckpointError, NameTakenError
+from ft_ckpt.errors import CheckpointError
 from ft_ckpt.storage import locks
 from ft_ckpt.storage.local_disk import PREFIX
 from ft_ckpt.storage.local_store import LocalStore
@@ -83,8 +83,7 @@ def _sole_puller(cache: LocalStore, name: str) -> Iterator[None]:
     """Hold the lock for pulling `name` while the block runs; on file systems without locks, nothing is locked."""
     lock = f"{_LOCK}{name}"
     while True:
-        with suppress(NameTakenError):
-            cache.write(lock, b"", create_only=True)
+        cache.allocate(lock, 0)  # at once: a draft of it would stay if this process were killed
         with locks.holding_lock(cache.path(lock)) as mine:
             if mine is not False:
                 yield
