@@ -64,7 +64,7 @@ class DataPosition:
         self._states: list[Any] = []  # the loader's own state after each of the last three batches
         self._pending = False  # a position is loaded and the loader not yet advanced to it
         self._loaded_at_end: bool | None = None
-        self._is_over = False  # the pass to be resumed has no batch left, and its length is unknown
+        self._is_over = False  # the pass to be resumed has no batch left for any rank
         self._least: int | None = None  # lower bound of its items, if its last batch may have been short
 
     @property
@@ -232,8 +232,8 @@ class DataPosition:
             now.put_back()
 
     def _wind_forward(self) -> Iterator[Any]:
-        if self._is_over:
-            self._is_over = False
+        is_over, self._is_over = self._is_over, False
+        if is_over and dataloaders.pass_length(self.loader) is None:
             return iter(deque(self.loader, 0))
         again, jumps = self._plan_rewind()
         with ExitStack() as stack:
@@ -330,8 +330,8 @@ class DataPosition:
         is_over = dataloaders.is_spent(self.loader, self.shares, taken) if is_map else None
         if is_over is None or dataloaders.ends_together(self.loader):
             is_over = bool(is_over or self._loaded_at_end)
-        if is_over:
-            self._loaded_at_end, self._is_over = True, length is None
+        if is_over or self._is_over:
+            self._loaded_at_end = self._is_over = True
             self.batch, self._offset = taken // cut.per_step if length is None else length, 0
             return [f"{done} after its end", *notes]
         if is_map and taken % cut.per_step:

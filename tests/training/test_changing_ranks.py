@@ -340,6 +340,12 @@ def test_ranks_at_the_end_of_a_pass_that_is_cut_into_smaller_batches(
     assert problems_of(plan, [Stage(4, batch, steps), Stage(4, 1, 10**6)]) == []
 
 
+def test_the_end_of_a_pass_in_other_batches_is_its_end() -> None:
+    """Some ranks have a batch less in it than others."""
+    stages = [Stage(1, 3, 8), Stage(4, 4, 1), Stage(4, 1, 0), Stage(4, 4, 10**6)]
+    assert problems_of(Plan("accelerate", 38, even=False), stages) == []
+
+
 @pytest.mark.parametrize(
     ("plan", "stages"),
     [
