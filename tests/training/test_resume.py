@@ -9,6 +9,7 @@ from itertools import chain
 import models
 import pytest
 import torch
+from methods import UNMERGEABLE, with_adapter
 from torch import nn
 from training import QUIET, begin, go_on, network, prepared, train, whole
 
@@ -311,6 +312,21 @@ def test_load_model_reads_the_weights_beside_the_state(tmp_path):
     path = CheckpointSaver(run.accelerator, tmp_path).save_state().path
     model = ft_ckpt.load_model(path)
     assert torch.equal(model[0].weight, run.model[0].weight)
+
+
+@pytest.mark.parametrize("method", ["cartridge", "cpt"])
+def test_frozen_parameters_of_an_adapter_come_back(tmp_path, method):
+    """PEFT stores them in another form; another process may begin with others."""
+    model, again = (with_adapter(models.build("llama"), UNMERGEABLE[method]([]), seed) for seed in (3, 4))
+    frozen = {name: one for name, one in again.prompt_encoder.named_parameters() if not one.requires_grad}
+    assert frozen
+    with torch.no_grad():
+        for one in frozen.values():
+            one.add_(1)
+    CheckpointSaver().save_state(model, tmp_path / "x")
+    CheckpointSaver().resume(tmp_path / "x", model=again)
+    found = dict(again.prompt_encoder.named_parameters())
+    assert all(torch.equal(one, found[name]) for name, one in model.prompt_encoder.named_parameters())
 
 
 def test_a_lora_run_is_its_adapter_and_its_optimizer(tmp_path):
