@@ -250,7 +250,8 @@ def _find_places(model: Any, file: TensorFile) -> tuple[list[_FileOrigin], list[
             places.setdefault(target, []).append((pattern or "", name))
         else:
             left.append(name)
-    model._weight_conversions = [one for one in transforms if one.was_used()]  # reverted by a save
+    # Reverted by a save: those that were used; transformers 5.4 does not know which were, and reverts all.
+    model._weight_conversions = [one for one in transforms if not hasattr(one, "was_used") or one.was_used()]
     found = [_FileOrigin(target, tuple(some), by_pattern.get(some[0][0])) for target, some in places.items()]
     return found, left
 
