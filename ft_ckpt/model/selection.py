@@ -235,6 +235,7 @@ def _alias_patterns(module: nn.Module) -> list[str]:
     return [
         f"{re.escape(path)}\\.{key}" if path else key
         for path, _, inner in walk_modules(module)
+        # Of the class or the object: `getattr` of what a module lacks is slow, and most modules lack this.
+        for key in vars(inner).get("_tied_weights_keys", getattr(type(inner), "_tied_weights_keys", None)) or ()
         if getattr(getattr(inner, "config", None), "tie_word_embeddings", False)
-        for key in (getattr(inner, "_tied_weights_keys", None) or ())
     ]
