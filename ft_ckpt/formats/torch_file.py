@@ -174,7 +174,10 @@ def load_torch_legacy(file: RawFile) -> Any:
                 raise ExcessError(f"storage {key} of {count:,} elements, in a file of {file.size_bytes:,} bytes")
             expected = known.setdefault(key, (count, ITEM_BYTES[dtype]))
             if expected != (count, ITEM_BYTES[dtype]):
-                raise CorruptError(f"storage {key}: {count:,} elements of {dtype}, and {expected[0]:,} elsewhere")
+                raise CorruptError(
+                    f"storage {key}: {count:,} elements of {dtype} for one tensor, {expected[0]:,} elements of "
+                    f"{expected[1]} bytes for another"
+                )
             return _StoragePlace(file, 0, count * ITEM_BYTES[dtype], dtype)
 
         for _ in range(3):

@@ -138,6 +138,10 @@ def test_a_link_to_a_file_of_a_checkpoint_is_compared(tmp_path: Path) -> None:
     with pytest.raises(CorruptError, match=r"model\.safetensors.*digest"):
         ft_ckpt.convert(link, tmp_path / "out.pt", progress=False)
     assert not (tmp_path / "out.pt").exists()
+    link.unlink()
+    link.symlink_to(link)
+    with pytest.raises(CheckpointError, match=r"link\.safetensors"):
+        ft_ckpt.convert(link, tmp_path / "out.pt", progress=False)
 
 
 def contents(path: Path | str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import ctypes
 import io
 import os
 import pickle
+import re
 import zipfile
 
 import pickles
@@ -346,6 +347,15 @@ def test_storages_of_an_old_file_have_as_many_elements_as_its_tensors_say(tmp_pa
     for read in (lambda path: torch_file.open_torch_file(raw_file(path)), load):
         with pytest.raises(CorruptError, match=rf"x\.pt.*{9 + change} elements, its tensors expect 9"):
             read(tmp_path / "x.pt")
+
+
+def test_tensors_of_an_old_file_agree_on_their_storage(tmp_path):
+    whole = torch.arange(9.0)
+    torch.save({"a": whole, "b": whole[:3]}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    before, first, between, second, after = re.split(rb"(K\tNt)", (tmp_path / "x.pt").read_bytes())
+    (tmp_path / "x.pt").write_bytes(before + first + between + second.replace(b"\t", b"\x08") + after)
+    with pytest.raises(CorruptError, match="8 elements of float32 for one tensor, 9 elements of 4 bytes for another"):
+        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
 
 
 def test_a_file_that_changes_while_open_is_noticed(tmp_path):

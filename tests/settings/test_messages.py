@@ -68,6 +68,14 @@ def test_secrets_are_removed_before_values_are_cut_short(wrapped):
         assert "..." in short(wrapped(text))
 
 
+def test_an_object_that_cannot_say_what_it_is_is_named():
+    class Broken:
+        def __repr__(self):
+            raise RuntimeError("no words")
+
+    assert "Broken" in short([Broken()])
+
+
 def test_long_text_takes_no_long_time():
     """Each took minutes where a repetition had no bound."""
     for text in ("?" + "key" * 100_000, "//a:b" * 50_000 + "@", "://a:" + "b" * 300_000, "a" * 300_000 + "="):

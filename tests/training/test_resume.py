@@ -9,6 +9,7 @@ from itertools import chain
 import models
 import pytest
 import torch
+from faults import rewrite_manifest
 from methods import UNMERGEABLE, with_adapter
 from torch import nn
 from training import QUIET, begin, go_on, network, prepared, train, whole
@@ -312,6 +313,13 @@ def test_load_model_reads_the_weights_beside_the_state(tmp_path):
     path = CheckpointSaver(run.accelerator, tmp_path).save_state().path
     model = ft_ckpt.load_model(path)
     assert torch.equal(model[0].weight, run.model[0].weight)
+
+
+def test_a_state_whose_manifest_has_no_step_is_refused(tmp_path):
+    CheckpointSaver().save_state(models.build("llama"), tmp_path / "x")
+    rewrite_manifest(tmp_path / "x", lambda document: document.update(step=None))
+    with pytest.raises(CorruptError, match=r"progress\.step: 0, expected None as in the manifest"):
+        CheckpointSaver().resume(tmp_path / "x", model=models.build("llama"))
 
 
 @pytest.mark.parametrize("method", ["cartridge", "cpt"])
