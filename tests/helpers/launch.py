@@ -7,7 +7,9 @@ import atexit
 import json
 import os
 import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,7 @@ import psutil
 import pytest
 from places import HELPERS, WORKERS, python_path
 
+NURSERY = "FT_CKPT_TEST_NURSERY"  # the variable that names the socket of tests/helpers/nursery.py
 TIMED_OUT = -1
 MAX_LAUNCHES = 4  # a case that kills its process costs one launch; more than this many such cases are not worth waiting
 
@@ -137,31 +140,43 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **fixed, **extra}
 
 
-@cache
-def _nursery() -> subprocess.Popen[str]:
-    """The server that launches are forked from, one for this process."""
+def share_nursery() -> None:
+    """Start the server that launches are forked from, for this process and those that it starts."""
+    folder = tempfile.mkdtemp(prefix="nursery-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     # pyarrow, which older libraries load, begins a thread of its allocator, and a fork would copy it
     single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-    environment = {**os.environ, **single, "HF_HUB_OFFLINE": "1"}
-    server = subprocess.Popen(
-        [sys.executable, str(HELPERS / "nursery.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment,
-        text=True,
-        start_new_session=True,
-    )
+    path = str(Path(folder, "socket"))
+    with socket.socket(socket.AF_UNIX) as waiting:
+        waiting.bind(path)
+        waiting.listen()  # who connects waits until the libraries are loaded
+        server = subprocess.Popen(
+            [sys.executable, str(HELPERS / "nursery.py"), str(waiting.fileno())],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **single, "HF_HUB_OFFLINE": "1"},
+            pass_fds=[waiting.fileno()],
+            start_new_session=True,
+        )
     atexit.register(server.kill)
-    assert _answer(server) == "ready", "tests/helpers/nursery.py did not start"
-    return server
+    os.environ[NURSERY] = path
 
 
-def _answer(server: subprocess.Popen[str]) -> str:
+@cache
+def _nursery() -> socket.socket:
+    """The connection of this process with the server."""
+    if NURSERY not in os.environ:
+        share_nursery()
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(os.environ[NURSERY])
+    assert _answer(connection) == "ready", "tests/helpers/nursery.py did not start"
+    return connection
+
+
+def _answer(server: socket.socket) -> str:
     """One line of the server. A buffered read may take two at once, and `select` never sees the second."""
-    assert server.stdout is not None
     line = b""
     while not line.endswith(b"\n"):
-        byte = os.read(server.stdout.fileno(), 1)
+        byte = server.recv(1)
         if not byte:
             raise EOFError(f"tests/helpers/nursery.py ended after {line!r}")
         line += byte
@@ -179,19 +194,16 @@ def _begin(
 ) -> int:
     """Have the server fork that; the number of the process."""
     server = _nursery()
-    assert server.stdin is not None
     arguments = [str(argument) for argument in args]
     request = [str(script), arguments, ranks, environment, str(cwd or Path.cwd()), str(output), str(errors)]
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
+    server.sendall(json.dumps(request).encode() + b"\n")
     return int(_answer(server))
 
 
 def _end(process: int, timeout: float) -> int:
     """The exit status of what was begun last, or TIMED_OUT, once it is over."""
     server = _nursery()
-    assert server.stdout is not None
-    ended = select.select([server.stdout], [], [], timeout)[0]
+    ended = select.select([server], [], [], timeout)[0]
     if not ended:
         _kill_tree(process)
     returncode = int(_answer(server))

@@ -2,7 +2,8 @@
 
 Loading torch, transformers, accelerate and peft takes a rank seconds, which is most of what a launched test takes. The
 server reads one request a line, `[script, arguments, ranks, environment, folder, output, errors]` as JSON, and answers
-twice: with the launch's process number and, when it is over, with its exit status. Ranks find what torchrun would give
+twice: with the launch's process number and, when it is over, with its exit status. Each connection has a process of its
+own, so that the workers of one test run share the libraries. Ranks find what torchrun would give
 them: the same variables, and a store that outlives any of them. A launch of no ranks is the script alone, as Python
 would run it.
 """
@@ -14,6 +15,7 @@ import json
 import os
 import runpy
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -44,15 +46,31 @@ def load_libraries() -> None:
         raise SystemExit(f"{len(threads)} threads after loading the libraries: a fork would copy one of them")
 
 
-def serve() -> None:
-    """Answer requests until there are no more."""
-    for line in sys.stdin:
-        request = json.loads(line)
-        pid = os.fork()
-        if not pid:
-            _end(_begun, *request)
-        print(pid, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+def serve(waiting: socket.socket) -> NoReturn:
+    """Answer each process that connects, in a fork of this one, until this one is killed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+    while True:
+        connection = waiting.accept()[0]
+        if not os.fork():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            waiting.close()
+            _answer(connection)
+            os._exit(0)
+        connection.close()
+
+
+def _answer(connection: socket.socket) -> None:
+    """Begin what the lines of a connection ask for, one after the other, until it is closed."""
+    with connection, connection.makefile("rw") as lines:
+        print("ready", file=lines, flush=True)
+        for line in lines:
+            request = json.loads(line)
+            pid = os.fork()
+            if not pid:
+                os.close(connection.fileno())
+                _end(_begun, *request)
+            print(pid, file=lines, flush=True)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=lines, flush=True)
 
 
 def _begun(
@@ -157,5 +175,4 @@ if __name__ == "__main__":
     load_libraries()
     gc.collect()
     gc.freeze()  # so that collecting garbage in a rank copies no page of what is shared
-    print("ready", flush=True)
-    serve()
+    serve(socket.socket(fileno=int(sys.argv[1])))
