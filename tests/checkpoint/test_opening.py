@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import textwrap
 import time
@@ -20,6 +19,7 @@ import peft
 import pytest
 import torch
 from faults import dies_at, edit
+from launch import run_python
 from safetensors import safe_open
 from seeds import chosen_seed
 from torch import nn
@@ -239,8 +239,11 @@ class OwnConfig(LlamaConfig):
     model_type = "own_llama"
 """
 YES = """
-import sys, ft_ckpt
+import io, sys, ft_ckpt
+from transformers import dynamic_module_utils
 from ft_ckpt.errors import LoadError
+dynamic_module_utils.HF_MODULES_CACHE = "modules"
+sys.stdin = io.StringIO("y\\n" * 20)
 for place in sys.argv[1:]:
     try:
         ft_ckpt.load_model(place)
@@ -259,14 +262,7 @@ def test_code_in_a_checkpoint_is_never_asked_about(tmp_path):
     base.name_or_path = base.config._name_or_path = str(tmp_path / "model")
     adapter = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
     CheckpointSaver().save(adapter, tmp_path / "adapter", adapter_only=True)
-    answer = subprocess.run(
-        [sys.executable, "-c", YES, tmp_path / "model", tmp_path / "adapter"],
-        input="y\n" * 20,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
-    )
+    answer = run_python(YES, tmp_path / "model", tmp_path / "adapter", cwd=tmp_path)
     assert answer.stdout.count("refused") == 2, answer.stderr
     assert "[y/N]" not in answer.stdout
     assert not (tmp_path / MARKER).exists()

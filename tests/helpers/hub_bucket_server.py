@@ -22,6 +22,8 @@ from hub_server import ROUTES, TOKEN, Answer, Hub, HubHandler, absent, using_hub
 from huggingface_hub.utils import _xet
 from loopback import answering
 
+from ft_ckpt import copy
+
 EMPTY = "0" * 64  # the hash of no bytes
 
 
@@ -230,6 +232,14 @@ def using_buckets(hub: Hub) -> Iterator[None]:
     session = patch.object(_xet, "_GLOBAL_XET_HOLDER", _xet.XetSessionHolder())
     with patch.dict("os.environ", quick), session, using_hub(hub):
         yield
+
+
+def copy_as_client(url: str, source: str, goal: str, overwrite: bool) -> None:
+    """`copy` in a process of its own, from or to the Hub at `url`."""
+    served = BucketHub(Path())
+    served.url = url
+    with using_buckets(served):
+        copy(source, goal, overwrite=overwrite)
 
 
 @contextmanager

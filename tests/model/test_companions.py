@@ -3,14 +3,13 @@
 import copy
 import json
 import shutil
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import models
 import pytest
 import torch
+from launch import run_python
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model, inject_adapter_in_model
 from safetensors.torch import save_file
 from torch import nn
@@ -433,7 +432,7 @@ def custom(tmp_path: Path, modules_cache: str, monkeypatch: pytest.MonkeyPatch) 
     return model
 
 
-def test_custom_code_travels_with_the_model(custom: nn.Module, tmp_path: Path, monkeypatch) -> None:
+def test_custom_code_travels_with_the_model(custom: nn.Module, tmp_path: Path) -> None:
     """The checkpoint of a custom model loads in a fresh process without the original."""
     log = (tmp_path / "log").read_text()
     custom.config.auto_map = {name: f"org/repo--{entry}" for name, entry in AUTO_MAP.items()}
@@ -443,12 +442,12 @@ def test_custom_code_travels_with_the_model(custom: nn.Module, tmp_path: Path, m
     assert json.loads((target / "config.json").read_text())["auto_map"] == AUTO_MAP
     save_file(dict(custom.state_dict()), target / "model.safetensors", {"format": "pt"})
     reload = (
-        "import sys; from transformers import AutoModelForCausalLM as A\n"
+        "import sys; from transformers import AutoModelForCausalLM as A, dynamic_module_utils\n"
+        "dynamic_module_utils.HF_MODULES_CACHE = sys.argv[2]\n"
         "model = A.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
         "print(type(model).__name__, model.layer.weight.trace().item())"
     )
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "fresh"))
-    out = subprocess.run([sys.executable, "-c", reload, target], capture_output=True, text=True, timeout=120)
+    out = run_python(reload, target, tmp_path / "fresh")
     assert out.stdout.strip() == "TinyForCausalLM 4.0", out.stderr
 
 

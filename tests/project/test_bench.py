@@ -4,11 +4,10 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from xml.etree import ElementTree
 
 import pytest
+from launch import run_python
 from places import ROOT
 
 ONE_PROCESS = ("save", "stall", "cold", "warm", "first", "many", "convert", "frozen")
@@ -33,15 +32,8 @@ def bench(folder, *arguments):
 
 
 def run_bench(*arguments):
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.bench", *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    code = "import runpy; runpy.run_module('scripts.bench', run_name='__main__', alter_sys=True)"
+    done = run_python(code, *arguments, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -18,7 +18,7 @@ import models
 import pytest
 import torch
 from faults import contents, save_with_state
-from hub_bucket_server import Bucket, BucketHub, serving_buckets, using_buckets
+from hub_bucket_server import Bucket, copy_as_client, serving_buckets, using_buckets
 from hub_server import TOKEN, Fault
 from huggingface_hub import HfApi
 from huggingface_hub.utils import _http
@@ -270,23 +270,16 @@ def test_a_copy_that_is_refused_from_any_request_on_is_finished_by_the_next(hub,
         way.finish(source, goal)
 
 
-def copy_in_child(url, source, goal, overwrite):
-    served = BucketHub(None)
-    served.url = url
-    with using_buckets(served):
-        copy(source, goal, overwrite=overwrite)
-
-
 @pytest.mark.parametrize("most", [2, MOST[1]])
 @pytest.mark.parametrize("acts_first", [False, True], ids=["before", "after"])
 @ways
 def test_a_copy_that_is_killed_at_any_request_is_finished_by_the_next(hub, way, monkeypatch, acts_first, most):
     monkeypatch.setenv("PYTHONPATH", python_path())
-    _CONTEXT.set_forkserver_preload(["ft_ckpt.transfer.hub_buckets", "hub_bucket_server", "models", "test_copies"])
+    _CONTEXT.set_forkserver_preload(["ft_ckpt.transfer.hub_buckets", "hub_bucket_server"])
     ensure_running()
     for at in each_request(hub, most, copy, *way.prepare("first"), overwrite=way.name == "over"):
         source, goal = way.prepare(at)
-        process = _CONTEXT.Process(target=copy_in_child, args=(hub.url, source, goal, way.name == "over"))
+        process = _CONTEXT.Process(target=copy_as_client, args=(hub.url, source, goal, way.name == "over"))
         fault = Fault("", skips=at, acts_first=acts_first, cuts=True)
         fault.then = partial(kill, process)
         hub.faults = [fault]
