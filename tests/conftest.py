@@ -7,6 +7,7 @@ The longest files begin first.
 
 import gc
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,7 @@ ONLY_IN_ALL = {
     "test_adapter_fields": ["some_fields[loha]", "some_fields[dora]"],
     "test_background": ["every_checkpoint_is_one_step", "test_two_ranks_of_deepspeed[zero2]"],
     "test_bench": ["measured"],
+    "test_bucket_races": ["thought_dead"],
     "test_bucket_lives": ["that_is_stopped_goes_on"],
     "test_bucket_sweep": [
         "that_finishes_others_is_stopped",
@@ -114,6 +116,13 @@ ONLY_IN_ALL = {
         "cannot_be_tried_is_not_opened[memory]",
         "test_the_library_finds_every_name[40000]",
     ],
+    "test_hub_buckets": [
+        "next[over-before-2]",
+        "next[up-after-2]",
+        "next[down-after-2]",
+        "next[up-5]",
+        "next[down-5]",
+    ],
     "test_into": ["memory_is_the_models"],
     "test_killed": ["every_step[2-4]"],
     "test_killed_commands": ["next_call[sync --delete-folder]", "next_call[rebuild-folder]"],
@@ -138,7 +147,7 @@ ONLY_IN_ALL = {
     ],
     "test_merge_files": ["test_a_quantised_base[8]"],
     "test_mutations": ["in_so_many_words[few]"],
-    "test_notebooks": ["what_it_shows[lora_killed_and_resumed]"],
+    "test_notebooks": ["test_a_notebook_prints_what_it_shows"],
     "test_nodes": ["the_network_goes", "over_a_network", "in_a_bucket"],
     "test_opening": ["another_model[2-adapters]"],
     "test_position": [
@@ -154,6 +163,7 @@ ONLY_IN_ALL = {
         "asked_for[safetensors]",
     ],
     "test_publish_cli": ["test_publish_follows_until_a_signal"],
+    "test_ranks_behaviour": ["hundred_overwriting", "does_not_fill_up", "larger_than_a_value"],
     "test_readers": ["a_shipped_model[averaged"],
     "test_replicas": ["parts_that_several_of_four_ranks_hold[parts/hsdp/background]"],
     "test_resume": [
@@ -229,11 +239,27 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
+# Families of many alike cases, and how many of them stay in the default run; always the same ones.
+SAMPLED = {
+    "test_a_change_after_the_call_is_not_in_the_checkpoint": 8,
+    "test_a_request_that_fails_once_is_tried_again": 12,
+    "test_an_older_one_takes_the_place_of_a_damaged_one": 4,
+    "test_damage_is_named_and_an_older_checkpoint_taken": 8,
+    "test_models_that_transformers_converts_get_it_back": 10,
+    "test_names_that_the_terminal_cannot_show_end_no_command": 4,
+    "test_resumed_after_any_batch_a_run_goes_on_exactly": 12,
+    "test_resumed_twice": 6,
+    "test_the_hdf5_library_reads_equal_values": 20,
+    "test_what_goes_on_failing_is_an_error_of_ours": 12,
+}
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the files, mark the cases of ONLY_IN_ALL, and skip tests that need an accelerator where there is none."""
+    """Order the files, mark what only --all runs, and skip tests that need an accelerator where there is none."""
     idle = {(file, part) for file in {Path(item.path).stem for item in items} for part in ONLY_IN_ALL.get(file, ())}
     for item in items:
         file = Path(item.path).stem
@@ -242,6 +268,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         idle.difference_update((file, part) for part in parts)
         if parts:
             item.add_marker(pytest.mark.slow)
+    _mark_rest_of_families(items)
+    for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_SECONDS_OF_SLOW_TESTS))
     if idle and not any("::" in argument for argument in config.args):
@@ -252,6 +280,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if marked and not torch.accelerator.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no accelerator here"))
+
+
+def _mark_rest_of_families(items: list[pytest.Item]) -> None:
+    """Mark all but a sample of each family of SAMPLED."""
+    families: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        name = getattr(item, "originalname", "")
+        if name in SAMPLED and not item.get_closest_marker("slow"):
+            families.setdefault(f"{item.path} {name}", []).append(item)
+    for family in families.values():
+        name = getattr(family[0], "originalname", "")
+        kept = random.Random(name).sample(range(len(family)), min(SAMPLED[name], len(family)))
+        for number in set(range(len(family))) - set(kept):
+            family[number].add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

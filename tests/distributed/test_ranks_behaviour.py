@@ -11,11 +11,9 @@ LAUNCHES = {
         "error_on_one_rank",
         "writer_raises",
         "one_writer",
-        "overwriting",
-        "nothing_piles_up",
-        "large_answers",
         "only_rank_0",
     ],
+    "many times": ["overwriting", "nothing_piles_up", "large_answers"],
     "short group timeout": ["slow_writer", "only_rank_1"],
 }
 

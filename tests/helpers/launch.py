@@ -95,6 +95,7 @@ def sampled(cases: Sequence[str], *kept: str) -> list[object]:
 def selected(request: pytest.FixtureRequest, cases: Sequence[str]) -> list[str]:
     """The cases that are parameters of the selected tests of a fixture: its launch runs no other."""
     tests = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    tests = [test for test in tests if test.module is request.module]
     mine = [test.callspec.params for test in tests if request.fixturename in test.fixturenames]
     values = {value for parameters in mine for value in parameters.values() if isinstance(value, str)}
     return [case for case in cases if case in values]

@@ -24,7 +24,7 @@ PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 PARSERS = {"yaml": yaml.safe_load, "json": json.loads}
 MOST_NOT_RUN = 6
 
-QUICK = ("index", "full", "lora", "resume", "trainer", "publish", "writers", "frontier", "settings", "on-disk")
+QUICK = ("index", "full", "lora", "trainer", "writers", "frontier", "settings", "on-disk")
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 quick_pages = pytest.mark.parametrize(
     "page", [page if page.stem in QUICK else pytest.param(page, marks=pytest.mark.slow) for page in PAGES],
@@ -161,15 +161,15 @@ class Page(HTMLParser):
 
 
 def leads_somewhere(site, pages, page, link):
-    """Whether a link on a page leads to a file of the site and an anchor in it, or elsewhere."""
+    """Whether a link on a page leads to a file of the site and, in a page, to an anchor, or elsewhere."""
     target = urlsplit(urljoin(f"http://here/{page}", link))
     if target.netloc != "here":
         return True
     path = unquote(target.path).lstrip("/")
     path = f"{path}index.html" if path == "" or path.endswith("/") else path
-    if target.fragment:
-        return path in pages and unquote(target.fragment) in pages[path].anchors
-    return (site / path).is_file()
+    if target.fragment and path in pages:
+        return unquote(target.fragment) in pages[path].anchors
+    return (site / path).is_file()  # the fragment of an image tells the theme by what light to show it
 
 
 # How a page is done

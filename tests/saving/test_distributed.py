@@ -13,7 +13,7 @@ import h5py
 import models
 import pytest
 import torch
-from cases import ADAPTER, GROUPS, MERGED, SAVES, group_of, wrappers_that_save
+from cases import ADAPTER, GROUPS, MERGED, SAVES, WRAPPED, group_of, wrappers_that_save
 from compare import (
     adapter_config,
     assert_agree,
@@ -37,14 +37,19 @@ from ft_ckpt.checkpoint.catalog import read_manifest
 pytestmark = pytest.mark.timeout(900)  # the first test of a group waits for its launch, and for one more per crash
 
 
-QUICK = ("none", "ddp", "fsdp2", "zero3")  # the others run with `scripts/test --all`
+QUICK = {  # the others run with `scripts/test --all`
+    "none": SAVES,
+    "ddp": WRAPPED,
+    "fsdp2": SAVES,
+    "zero3": ("full", "converted", "sharded", "adapter", "merged", "after_eval"),
+}
 
 
 class Runs:
     """Launches a group of wrappers once, when the first of them is asked for."""
 
-    def __init__(self, root: Path, wrappers: list[str]) -> None:
-        self.root, self.wrappers = root, wrappers
+    def __init__(self, root: Path, wrappers: list[str], *, only_quick: bool) -> None:
+        self.root, self.wrappers, self.only_quick = root, wrappers, only_quick
         self.errors: dict[str, dict[str, str]] = {}
 
     def case(self, wrapper: str, what: str) -> Path:
@@ -54,7 +59,7 @@ class Runs:
             pytest.skip("deepspeed is not installed")
         if name not in self.errors:
             group = GROUPS[name]
-            cases = group.cases(self.wrappers)
+            cases = [one for one in group.cases(self.wrappers) if not self.only_quick or is_quick(*one.split("/"))]
             self.errors[name] = run_cases("saves", cases, self.root / name, group.ranks, 280, group.env)
         error = self.errors[name][f"{wrapper}/{what}"]
         if error:
@@ -62,16 +67,22 @@ class Runs:
         return self.root / name / wrapper / what
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
     wrappers = [wrapper for group in GROUPS.values() for wrapper in group.wrappers]
-    return Runs(tmp_path_factory.mktemp("runs"), selected(request, wrappers))
+    mine = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]
+    only_quick = not any(item.get_closest_marker("slow") for item in mine)
+    return Runs(tmp_path_factory.mktemp("runs"), selected(request, wrappers), only_quick=only_quick)
+
+
+def is_quick(wrapper, what):
+    return what in QUICK.get(wrapper, ())
 
 
 def under(*what):
     """Each of the wrappers that any of `what` is saved under; with several, `what` too."""
     cases = [(one, wrapper) for one in what for wrapper in wrappers_that_save(one)]
-    marks = [[] if wrapper in QUICK else [pytest.mark.slow] for _, wrapper in cases]
+    marks = [[] if is_quick(wrapper, one) else [pytest.mark.slow] for one, wrapper in cases]
     if len(what) == 1:
         return pytest.mark.parametrize(
             "wrapper", [pytest.param(case[1], marks=m) for case, m in zip(cases, marks, strict=True)]
