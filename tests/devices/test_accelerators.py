@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import sealed_device
-from launch import run_cases, run_python
+from launch import run_cases, run_python, selected
 
 WAYS = [
     *("whole_model", "large_tensors", "numbers_that_are_none", "adapters", "background", "background_before_the_copy"),
@@ -29,13 +29,14 @@ module.cudaHostUnregister(host.data_ptr())
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    return run_cases("accelerators", [*WAYS, *EAGER], tmp_path_factory.mktemp("sealed"), ranks=1)
+def outcomes(request, tmp_path_factory):
+    return run_cases("accelerators", selected(request, [*WAYS, *EAGER]), tmp_path_factory.mktemp("sealed"), ranks=1)
 
 
 @pytest.fixture(scope="module")
-def poor_outcomes(tmp_path_factory):
-    return run_cases("poor_accelerators", [*POOR, *BROKEN], tmp_path_factory.mktemp("poor"), ranks=1)
+def poor_outcomes(request, tmp_path_factory):
+    cases = selected(request, [*POOR, *BROKEN])
+    return run_cases("poor_accelerators", cases, tmp_path_factory.mktemp("poor"), ranks=1)
 
 
 @pytest.fixture(scope="module")

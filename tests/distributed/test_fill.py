@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from launch import run_cases, selected
 from opened import raw_file
 from safetensors.torch import save_file
+from seeds import examples
 
 import ft_ckpt
 from ft_ckpt.distributed import fill
@@ -109,7 +110,7 @@ def stored(tensors, kind, folder):
     return Converted(file) if kind == "converted" else file
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     asked=st.lists(blocks_of_tensors(), min_size=1, max_size=8),
     kind=st.sampled_from(["safetensors", "h5", "converted"]),

@@ -11,6 +11,7 @@ from held import WAYS, llama_1b, planned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import WORKERS, python_path
+from seeds import examples
 from torch.distributed import HashStore
 
 from ft_ckpt.distributed import fill, sharding
@@ -44,7 +45,7 @@ def joined(spans):
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(shapes, st.sampled_from(WAYS), worlds, st.sampled_from([64, 4096]))
 def test_every_byte_has_one_writer(shapes, way, world, block_bytes):
     values = {f"t{number}": torch.zeros(shape) for number, shape in enumerate(shapes)}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 
 from ft_ckpt.distributed.sharding import Mesh, MeshSharding, cutting_of
 
@@ -31,7 +32,7 @@ def chunks(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
     return some + [tensor.narrow(dim, 0, 0)] * (count - len(some))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(2, 4))
 def test_what_fsdp2_leaves_of_tensor_parallel_rows(rows, shards, parts):
     found = pieces((rows, 3), (shards, parts), (0, 0), (parts, 1))
@@ -42,7 +43,7 @@ def test_what_fsdp2_leaves_of_tensor_parallel_rows(rows, shards, parts):
     assert found is not None or rows % (shards * parts), "sizes that divide are never refused"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 9), st.integers(2, 3), st.integers(1, 4), st.sampled_from([0, 1, 2]))
 def test_packed_parts_are_cut_alike(size, packed, count, dim):
     shape = tuple(size * packed if number == dim else 2 for number in range(3))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
@@ -86,7 +87,7 @@ layouts = (
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(layouts)
 def test_each_element_is_in_the_box_of_one_owner(sharding):
     seen = torch.zeros(sharding.view, dtype=torch.int)
@@ -102,7 +103,7 @@ def slices_of(box):
     return tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(part_run_shardings())
 def test_boxes_of_a_run_are_its_elements_in_their_order(sharding):
     whole = torch.arange(math.prod(sharding.view)).view(sharding.view)
@@ -117,7 +118,7 @@ def test_boxes_of_a_run_are_its_elements_in_their_order(sharding):
             assert torch.equal(shard[shard >= 0], shard[slice(*span)] if span else shard[:0])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(mesh_shardings())
 def test_boxes_are_those_of_torch(sharding):
     placements = [Replicate() if dim is None else Shard(dim) for dim in sharding.cuts]
@@ -144,7 +145,7 @@ def test_a_group_without_rank_0_holds_again_and_contributes_nothing(sharding):
     assert not sharding.local_boxes(0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(layouts)
 def test_layouts_are_hashable_comparable_and_can_be_sent(sharding):
     sharding.owners  # noqa: B018 - what is worked out once must not change what it equals
@@ -153,7 +154,7 @@ def test_layouts_are_hashable_comparable_and_can_be_sent(sharding):
     assert len({again, sharding, OpaqueSharding(sharding.view), OwnedSharding(sharding.view, None)}) == 3
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(layouts)
 def test_runs_are_the_boxes(sharding):
     """Arithmetic says what looking at each owner's box would: whose every element is."""
@@ -172,7 +173,7 @@ def test_runs_are_the_boxes(sharding):
     assert is_nobodys or changes > MOST_RUNS or isinstance(sharding, FlatSharding | PartRunsSharding)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 30), st.integers(0, 90), st.integers(1, 12), st.integers(1, 12), st.integers(0, 5))
 def test_the_chunk_of_a_rank(start, size, chunk, lead, owner):
     cut = Cut(start, start + size, max(chunk, lead), lead, owner)

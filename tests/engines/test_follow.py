@@ -19,7 +19,7 @@ from buckets import in_bucket, new_bucket
 from conftest import EngineFiles
 from engine_models import base_model, tokenizer, with_adapter
 from engine_server import Engine, serving
-from launch import run_cases
+from launch import run_cases, selected
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
@@ -417,8 +417,9 @@ def test_saver_publish_saves_first(files: EngineFiles, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    found: dict[str, str] = run_cases("served", ["saver_publish", "setting"], tmp_path_factory.mktemp("served"))
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    cases = selected(request, ["saver_publish", "setting"])
+    found: dict[str, str] = run_cases("served", cases, tmp_path_factory.mktemp("served"))
     return found
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from launch import run_python
 from places import ROOT
 from safetensors.torch import load_file, save_file
+from seeds import examples
 from transformers import AutoModelForCausalLM
 
 import ft_ckpt
@@ -72,7 +73,7 @@ def test_there_and_back_through_every_pair(tmp_path, first, second):
     assert hidden(tmp_path) == []
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     kinds=st.lists(st.tuples(st.sampled_from(sorted(NAMES)), st.lists(st.integers(0, 4), max_size=3)), max_size=6),
     names=st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1), min_size=6),

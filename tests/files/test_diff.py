@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from launch import run_python
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
+from seeds import examples
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
@@ -55,7 +56,7 @@ def test_figures(tmp_path):
     assert math.isclose(found.relative, math.sqrt(5) / 5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(1, 70), st.integers(1, 9), st.sampled_from(["float32", "bfloat16", "int64", "complex64"]))
 def test_figures_are_those_of_the_whole(tmp_path_factory, count, slice_size, dtype):
     """However the tensors are cut; NumPy's arithmetic on all of it is the judge."""

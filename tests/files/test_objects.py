@@ -15,6 +15,7 @@ from contract_format import FormatContract, equal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from seeds import examples
 
 from ft_ckpt.errors import (
     CheckpointError,
@@ -119,7 +120,9 @@ OBJECTS = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(obj=OBJECTS)
 def test_any_object_comes_back(obj, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "any.h5"
@@ -127,7 +130,7 @@ def test_any_object_comes_back(obj, tmp_path_factory):
     assert same(load(path, verify=True), obj)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(obj=st.dictionaries(KEYS, st.one_of(NUMBERS, TEXTS, st.lists(NUMBERS))))
 def test_any_object_comes_back_from_safetensors(obj, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "any.safetensors"

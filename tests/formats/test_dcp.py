@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import run_cases
 from safetensors.torch import load_file
+from seeds import examples
 
 import ft_ckpt
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
@@ -55,7 +56,7 @@ def test_any_slice_is_that_of_the_whole(written, case):
             assert torch.equal(file.read(name, start, stop), whole[start:stop]), (name, start, stop)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(shape=st.lists(st.integers(1, 5), max_size=4).map(tuple), data=st.data())
 def test_a_range_is_cut_into_boxes_that_are_runs_in_order(shape, data):
     count = math.prod(shape)
@@ -182,7 +183,7 @@ def test_a_flipped_bit_of_a_tensor_is_noticed(plain, tmp_path):
         convert(folder, tmp_path / "y.h5", progress=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_damaged_metadata_give_an_error_or_whole_tensors(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("damage")

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from library_files import numbered
+from seeds import examples
 
 import ft_ckpt
 from ft_ckpt.errors import CorruptError
@@ -106,7 +107,7 @@ def plain(value):
     return (array.shape, array.dtype.name, array.tobytes()) if isinstance(array, np.ndarray) else (type(value), value)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(trees)
 def test_any_tree_comes_back(tmp_path_factory, tree):
     path = tmp_path_factory.mktemp("flax") / "x.msgpack"

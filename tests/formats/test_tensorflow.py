@@ -8,6 +8,7 @@ import torch
 from buckets import in_bucket
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 
 import ft_ckpt
 from ft_ckpt import cli
@@ -63,7 +64,7 @@ def test_every_type_is_read_by_tensorflow_and_by_us(tf, tmp_path):
         assert raw(file.read(name, 1, 7)) == raw(tensor.reshape(-1)[1:7]), name
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(shape=st.lists(st.integers(0, 9), max_size=3).map(tuple), shard=st.integers(1, 2000), data=st.data())
 def test_any_shards_hold_the_same(tf, tmp_path_factory, shape, shard, data):
     tensor = filled("float32", *shape)

@@ -15,6 +15,7 @@ from contract_format import bytes_of, filled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opened import raw_file
+from seeds import examples
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, LoadError, SelectionError
@@ -57,7 +58,7 @@ views = {
 }
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(dtype=st.sampled_from(DTYPES), shape=shapes, view=st.sampled_from(sorted(views)), cut=st.integers(0, 40))
 def test_every_tensor_torch_saves_is_read(tmp_path_factory, dtype, shape, view, cut):
     path = tmp_path_factory.mktemp("read") / "x.pt"
@@ -69,7 +70,7 @@ def test_every_tensor_torch_saves_is_read(tmp_path_factory, dtype, shape, view, 
     assert bytes_of(file.read("a.é/b.c", cut // 2, cut)) == bytes_of(tensor.reshape(-1)[cut // 2 : cut])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), shapes), max_size=6))
 def test_torch_and_zip_tools_read_what_is_written(tmp_path_factory, kinds):
     path = tmp_path_factory.mktemp("write") / "x.pt"
@@ -215,7 +216,7 @@ def test_a_structure_that_holds_itself_ends(tmp_path):
         torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_a_damaged_file_gives_an_error_or_whole_tensors(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("damage")

@@ -102,11 +102,21 @@ def selected(request: pytest.FixtureRequest, cases: Sequence[str]) -> list[str]:
 
 
 def run_python(
-    code: str, *args: object, timeout: float = 120, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    code: str,
+    *args: object,
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    begun: Callable[[int], None] = lambda process: None,
 ) -> "subprocess.CompletedProcess[str]":
-    """What `python -c code` does in a process that finds the libraries loaded, and nothing of ours."""
+    """What `python -c code` does in a process that finds the libraries loaded.
+
+    `begun` is told the number of the process.
+    """
     with _program(code) as (script, output, errors):
-        returncode = _end(_begin(script, args, 0, _environment(env or {}), output, errors, cwd), timeout)
+        process = _begin(script, args, 0, _environment(env or {}), output, errors, cwd)
+        begun(process)
+        returncode = _end(process, timeout)
         return subprocess.CompletedProcess([code, *map(str, args)], returncode, output.read_text(), errors.read_text())
 
 

@@ -25,20 +25,29 @@ from typing import Any, NoReturn
 
 LIBRARIES = (
     "torch._dynamo",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "torchdata.stateful_dataloader",
     "safetensors.torch",
     "accelerate",
+    "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.olmo2.modeling_olmo2",
+    "transformers.models.qwen3.modeling_qwen3",
     "peft",
+    "h5py",
+    "pytest",
+    "ft_ckpt.saver",
 )
 PORT_BYTES = 8  # what a rank is told of the store's port, padded
 GRACE_SECONDS = 5.0  # between asking the other ranks to end and ending them, once one has failed
 
 
 def load_libraries() -> None:
-    """Import what nearly every worker does; nothing of ours, nothing that starts a thread or chooses a device."""
+    """Import what nearly every worker does; nothing that starts a thread or chooses a device."""
     for name in LIBRARIES:
         importlib.import_module(name)
     threads = os.listdir("/proc/self/task")  # noqa: PTH208 - of the process, not a folder

@@ -11,6 +11,7 @@ from faults import digest_like, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import run_cases, sampled, selected
+from seeds import examples
 
 from ft_ckpt.checkpoint import checks
 from ft_ckpt.errors import CorruptError
@@ -110,7 +111,7 @@ def test_every_byte_counts(tmp_path):
     assert joined_digest(["a", "b"]) != joined_digest(["b", "a"])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(cut_files(), st.integers(1, 3 << 20))
 def test_a_digest_is_the_same_however_the_file_is_read(tmp_path_factory, file, scale):
     """A large file is read ahead by other threads, a small one at once; both are what each rank has hashed."""

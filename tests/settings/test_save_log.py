@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 
 from ft_ckpt.errors import LoadError
 from ft_ckpt.schedule import LoggedSave, append_save, finish_last, log_from_json, log_to_json
@@ -23,7 +24,7 @@ ENTRIES = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(ENTRIES, max_size=3))
 def test_a_log_goes_through_json_and_back(entries):
     text = json.dumps(log_to_json(entries), allow_nan=False)

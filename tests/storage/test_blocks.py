@@ -11,6 +11,7 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.storage import libc
@@ -49,7 +50,7 @@ def read(path, ranges, **options):
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     cuts=st.lists(st.integers(0, SIZE), max_size=8),
     shuffled=st.randoms(use_true_random=False),

@@ -16,6 +16,7 @@ from held import WAYS, planned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
+from seeds import examples
 from torch import nn
 from torch.distributed import HashStore
 
@@ -108,7 +109,7 @@ def test_twenty_thousand_tiny_ones(tmp_path, road):
     assert_holds(ROADS[road](values, tmp_path), values)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=5),
     way=st.sampled_from(WAYS),

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 
 from ft_ckpt.formats.file_io import read_runs
 from ft_ckpt.storage.digests import Cut, FileRecord, RunningDigest, owned_parts, rank_parts
@@ -61,7 +62,7 @@ def test_owners_have_the_parts_that_they_wrote(file, data):
     assert list(owned_parts(cuts, size, owners)) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(cut_files(), min_size=1, max_size=4), st.integers(1, 7), st.data())
 def test_ranks_share_files_and_find_every_flipped_byte(tmp_path_factory, files, count, data):
     folder = tmp_path_factory.mktemp("shared")
@@ -83,7 +84,7 @@ def test_ranks_share_files_and_find_every_flipped_byte(tmp_path_factory, files, 
         assert problem.startswith(f"{record.path}: digest ")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(cut_files(), st.data())
 def test_digests_are_taken_on_the_way_whatever_runs_are_read(tmp_path_factory, file, data):
     """Runs get their own bytes and nothing else, however they overlap each other and the parts."""

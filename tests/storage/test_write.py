@@ -15,6 +15,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import run_python
+from seeds import examples
 from torch import nn
 
 import ft_ckpt
@@ -67,7 +68,7 @@ def written(tmp_path, sizes, *, direct="auto", threads=2, pieces=1, block_bytes=
     return content, bytes(expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 5000), max_size=12),
     gap=st.sampled_from([0, 1, 4095]),

@@ -19,6 +19,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from launch import run_and_signal, run_cases, run_python
+from seeds import examples
 from torch.utils.data import DataLoader, TensorDataset
 from training import QUIET, Stream, network
 
@@ -164,7 +165,7 @@ class Runs(RuleBasedStateMachine):
 
 
 TestRuns = Runs.TestCase
-TestRuns.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRuns.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("epoch", [0, 1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from seeds import chosen_seed
+from seeds import chosen_seed, examples
 from torch import nn
 
 from ft_ckpt import CheckpointSaver
@@ -88,7 +88,7 @@ def freeze(model, flips):
 
 
 @seed(SEED)
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
 @given(plans())
 def test_any_optimizers_come_back_bit_for_bit(tmp_path_factory, plan):
     """FT_CKPT_SEED tries others."""

@@ -1,7 +1,6 @@
 """Chains of deltas: what is rebuilt is the checkpoint byte for byte, or an error names the entry."""
 
 import math
-import os
 import shutil
 import tracemalloc
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from seeds import examples
 
 import ft_ckpt
 from ft_ckpt import Keep
@@ -117,7 +117,7 @@ def pairs(draw: st.DrawFn) -> tuple[dict[str, Tensors], dict[str, Tensors]]:
     return before, after
 
 
-@settings(max_examples=60 if os.environ["FT_CKPT_SEED"] != "0" else 25, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(pairs())
 def test_any_bits_come_back(tmp_path_factory: pytest.TempPathFactory, made: tuple[Any, Any]) -> None:
     root = tmp_path_factory.mktemp("bits")
