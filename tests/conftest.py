@@ -231,9 +231,10 @@ ONLY_IN_ALL = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the workers of a run fork their launches from one process; collect no garbage before the first test."""
+    """Fork the workers of a run and their launches from one process; collect no garbage before the first test."""
     if getattr(config.option, "numprocesses", None):
         share_nursery()
+        config.option.tx = [f"popen//python={sys.executable} {HELPERS / 'worker.py'}"] * len(config.option.tx)
     gc.disable()
 
 

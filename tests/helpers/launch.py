@@ -163,7 +163,7 @@ def share_nursery() -> None:
         waiting.listen()  # who connects waits until the libraries are loaded
         server = subprocess.Popen(
             [sys.executable, str(HELPERS / "nursery.py"), str(waiting.fileno())],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # it ends with this process, however that ends
             env={**os.environ, **single, "HF_HUB_OFFLINE": "1"},
             pass_fds=[waiting.fileno()],
             start_new_session=True,
@@ -179,6 +179,7 @@ def _nursery() -> socket.socket:
         share_nursery()
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(os.environ[NURSERY])
+    connection.sendall(b" ")  # without handles, see worker.py
     assert _answer(connection) == "ready", "tests/helpers/nursery.py did not start"
     return connection
 

@@ -3,9 +3,9 @@
 Loading torch, transformers, accelerate and peft takes a rank seconds, which is most of what a launched test takes. The
 server reads one request a line, `[script, arguments, ranks, environment, folder, output, errors]` as JSON, and answers
 twice: with the launch's process number and, when it is over, with its exit status. Each connection has a process of its
-own, so that the workers of one test run share the libraries. Ranks find what torchrun would give
-them: the same variables, and a store that outlives any of them. A launch of no ranks is the script alone, as Python
-would run it.
+own, so that the workers of one test run share the libraries; a connection that passes handles becomes such a worker.
+Ranks find what torchrun would give them: the same variables, and a store that outlives any of them. A launch of no
+ranks is the script alone, as Python would run it.
 """
 
 import atexit
@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -21,6 +22,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from types import ModuleType
 from typing import Any, NoReturn
 
 LIBRARIES = (
@@ -55,22 +57,26 @@ def load_libraries() -> None:
         raise SystemExit(f"{len(threads)} threads after loading the libraries: a fork would copy one of them")
 
 
-def serve(waiting: socket.socket) -> NoReturn:
-    """Answer each process that connects, in a fork of this one, until this one is killed."""
+def serve(waiting: socket.socket) -> None:
+    """Answer each process that connects, in a fork of this one, until the input ends with the process that opened it."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
-    while True:
+    while sys.stdin not in select.select([waiting, sys.stdin], [], [])[0]:
         connection = waiting.accept()[0]
         if not os.fork():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             waiting.close()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
             _answer(connection)
             os._exit(0)
         connection.close()
 
 
 def _answer(connection: socket.socket) -> None:
-    """Begin what the lines of a connection ask for, one after the other, until it is closed."""
+    """Begin what the lines of a connection ask for, one after the other, until it is closed; or be a worker."""
+    handles = socket.recv_fds(connection, 1, 3)[1]
     with connection, connection.makefile("rw") as lines:
+        if handles:
+            _end(_be_worker, handles, *json.loads(lines.readline()))
         print("ready", file=lines, flush=True)
         for line in lines:
             request = json.loads(line)
@@ -131,6 +137,21 @@ def _be_script(script: str, arguments: list[str], environment: dict[str, str]) -
     tempfile.tempdir = None  # chosen anew, as this environment says
     sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - for as long as the rank lives
     runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+def _be_worker(handles: list[int], code: str, environment: dict[str, str], folder: str) -> int:
+    """Be `python -c code` with these three handles as its input, output and errors."""
+    for number, handle in enumerate(handles):
+        os.dup2(handle, number)
+        os.close(handle)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[0], sys.argv = "", ["-c"]
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for as long as the worker lives
+    sys.modules["__main__"] = main = ModuleType("__main__")
+    exec(code, main.__dict__)
     return 0
 
 
