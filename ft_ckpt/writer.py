@@ -48,7 +48,7 @@ _LIVE_SECONDS = 2.0  # between looks at the trainer's process
 
 @dataclass(frozen=True)
 class Part:
-    """What a writer gets back from a checkpoint."""
+    """The part of a writer in a checkpoint."""
 
     path: Path | str
     """The checkpoint."""

@@ -52,11 +52,11 @@ class CheckpointInfo:
 
     @property
     def name(self) -> str:
-        return self.place.last_step
+        return self.place.basename
 
     @cached_property
     def metrics(self) -> Mapping[str, float]:
-        """Those of the manifest, and those measured since. Raises UnreadableError."""
+        """The metrics of the manifest, and those measured since. Raises UnreadableError."""
         return read_metrics(self.store, self.manifest)
 
 
@@ -69,7 +69,7 @@ class VerifyReport:
     ok: bool
     """Whether there are no problems."""
     problems: tuple[str, ...]
-    """What differs from the manifest, with the file first."""
+    """Differences from the manifest, each with the file first."""
     files: int
     """Number of files that the manifest lists."""
     bytes: int

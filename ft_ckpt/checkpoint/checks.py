@@ -29,9 +29,9 @@ _WORTH_THREADS_BYTES = 8 << 20
 PAUSES_SECONDS = (0.2, 1.0)  # between reads of a file that the system did not read
 _T = TypeVar("_T")
 
-# What a reader of a model (or of an adapter) goes by. One of these that the manifest does not list is left over from
-# another save: from_pretrained takes model.safetensors before an index, vLLM takes every shard, and an
-# adapter_config.json beside a model is applied to it unasked. An adapter's folder may be its base's: only names of
+# The names by which readers find the weights of a model or an adapter. A file with such a name that the manifest does
+# not list is left from another save: from_pretrained prefers model.safetensors to an index, vLLM reads every shard, and
+# an adapter_config.json beside a model is applied to it. An adapter's folder may be its base's: only names of
 # adapters count there.
 _WEIGHTS = r"(-\d+-of-\d+)?\.(safetensors|bin|h5)(\.index\.json)?"
 _MISLEADING = {

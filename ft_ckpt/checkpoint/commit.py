@@ -11,7 +11,8 @@ is then put in place in one of three ways:
 The third serves folders that cannot be moved (a mount point, the working directory), file systems without exchange,
 mounted buckets, and folders of foreign files. What is left to do afterwards is read off the disk, see `recover_target`.
 
-So at every instant the old or the new checkpoint is whole, and files that were never ours stay.
+At every instant the old or the new checkpoint is in place, or after a pour that was cut short `recover_target` restores
+one of them. Files that were never ours stay.
 """
 
 import contextlib

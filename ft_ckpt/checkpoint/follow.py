@@ -21,7 +21,7 @@ Key = tuple[str, str]  # name and time of a save
 
 @dataclass(eq=False)
 class Follower(ABC):
-    """What was done with the checkpoints of a run so far; `visit` does it."""
+    """Visits each new checkpoint of a run once, with `visit`; remembers those that are done."""
 
     run: Place
     on_trouble: Callable[[str], object]

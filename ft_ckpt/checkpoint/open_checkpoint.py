@@ -96,7 +96,7 @@ class OpenCheckpoint:
         beside = (f"{name}: {where}" for name in misleading_files(self.origin, self.manifest))
         return (*found, *beside)
 
-    def let_go(self) -> None:
+    def free_memory(self) -> None:
         """Free the memory of files that `find_problems` kept, before they are read by path."""
         if isinstance(self.store, KeptStore):
             self.store.kept.clear()

@@ -91,7 +91,7 @@ class RunPlaces:
         """The locations of a checkpoint in all folders of the run; only its own if it is outside of them."""
         if not any(checkpoint.beside.identity == each.folder.identity for each in self.folders):
             return (checkpoint,)
-        return tuple(Place(each.folder, checkpoint.last_step) for each in self.folders)
+        return tuple(Place(each.folder, checkpoint.basename) for each in self.folders)
 
 
 def open_run_places(

@@ -229,7 +229,7 @@ def open_staging_at(
     store = target.folder
     if isinstance(store, LocalStore):
         return open_staging(store.folder, direct_bytes, access)
-    return open_object_staging(target.beside, target.last_step, run_id=run_id, overwrite=overwrite)
+    return open_object_staging(target.beside, target.basename, run_id=run_id, overwrite=overwrite)
 
 
 def settle_staging_at(target: Place) -> None:

@@ -13,7 +13,7 @@ from ft_ckpt.errors import ConfigError, ManifestError, NotACheckpointError, Unre
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store
 
-_UNCHECKED = "; headers and indexes hold together, values were not compared"
+_UNCHECKED = "; headers and indexes are consistent, values were not compared"
 
 
 def run_folder(location: str) -> Place:
@@ -77,9 +77,7 @@ def _best(options: Namespace) -> None:
     name, _, mode = (options.metric or "").rpartition(":")
     found = catalog.find_best(run, (name, mode) if mode in ("min", "max") and name else options.metric)
     if found is None:
-        raise NotACheckpointError(
-            f"{run}: no valid checkpoint with that metric in it; `ft-ckpt ls` shows what there is"
-        )
+        raise NotACheckpointError(f"{run}: no valid checkpoint with that metric in it; `ft-ckpt ls` lists the metrics")
     views.show_latest(found, as_json=options.as_json)
 
 
@@ -108,8 +106,8 @@ def add_verify(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="Checkpoint, run, or weight file.")
     parser.add_argument("--fast", action="store_true", help="Names, sizes and headers only; do not read every byte.")
     parser.add_argument("--signed-by", metavar="PUBLIC", help="Check the signature, too: PEM file of the public key.")
-    parser.add_argument("--identity", help="Of a keyless signature: the signer, as in name@example.org.")
-    parser.add_argument("--identity-provider", metavar="URL", help="And who vouches for the identity.")
+    parser.add_argument("--identity", help="Signer of a keyless signature, such as name@example.org.")
+    parser.add_argument("--identity-provider", metavar="URL", help="URL of the identity provider.")
     add_json(parser)
     parser.set_defaults(run=_verify)
 

@@ -1,6 +1,7 @@
 """FSDP1 (flat parameters, cut into equal shards) and FSDP2 (DTensor).
 
-Layouts are read from the handles of FullyShardedDataParallel and from DTensors; nothing is unsharded.
+Layouts are read from the handles of FullyShardedDataParallel and from DTensors. Only a DTensor whose placement is of an
+unknown kind is unsharded (`full_tensor`).
 """
 
 import math

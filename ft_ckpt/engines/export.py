@@ -46,7 +46,7 @@ def export(
     source = open_place(adapter)
     options = convert_options(
         out, format="safetensors", dtype=None, max_shard_size=None, verify=True, progress=False,
-        note=f"converted for {engine} from {source.last_step}", to_folder=True, overwrite=overwrite,
+        note=f"converted for {engine} from {source.basename}", to_folder=True, overwrite=overwrite,
     )  # fmt: skip
     check_apart([source], options)
     with hold_open(source) as place, closing(open_source(place, source)) as opened:
@@ -56,13 +56,13 @@ def export(
             raise SelectionError(f"{source}: {listing(found)}")
         plain, settings, notes = _plain_adapter(part.file, settings)
         manifest = folder.manifest and replace(
-            folder.manifest, made_from=(source.last_step,), run_id=None, rankings={}, export=True
+            folder.manifest, made_from=(source.basename,), run_id=None, rankings={}, export=True
         )
         converted = WeightsFolder(folder.place, folder.origin, [replace(part, file=plain)], manifest)
         text = json.dumps(settings, indent=2, sort_keys=True).encode()
         config = f"{part.path}/{_CONFIG}".lstrip("/")
         options = replace(
-            options, access=source_access(place, source, options.target), made_from=(source.last_step,),
+            options, access=source_access(place, source, options.target), made_from=(source.basename,),
             replaced={config: text},
         )  # fmt: skip
         report = write_converted(converted, place, options)

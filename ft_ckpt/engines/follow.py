@@ -118,8 +118,8 @@ class Publisher:
     def _end_failed(self, pending: PendingPublish, error: BaseException) -> None:
         pending.future.set_exception(error)
         warn(
-            f"{pending.path}: not published: {error}; training goes on, `ft-ckpt publish {pending.path} "
-            f"{' '.join(pending.urls)}{' --delta' if self.options.delta else ''}` does it again",
+            f"{pending.path}: not published: {error}; training goes on; run `ft-ckpt publish {pending.path} "
+            f"{' '.join(pending.urls)}{' --delta' if self.options.delta else ''}` to try again",
             stacklevel=3,
         )
 

@@ -46,7 +46,7 @@ def rebuild_foreign(
     step, origin = open_place(entry), open_place(base)
     options = convert_options(
         out, format="safetensors", dtype=None, max_shard_size=None, verify=False, progress=False,
-        note=f"rebuilt from {step.last_step}", to_folder=True, overwrite=overwrite,
+        note=f"rebuilt from {step.basename}", to_folder=True, overwrite=overwrite,
     )  # fmt: skip
     check_apart([origin], options)
     places = _steps_to(step)
@@ -58,12 +58,12 @@ def rebuild_foreign(
         files = [stack.enter_context(closing(detect.open_tensor_file(each.open()))) for each in places]
         part = replace(opened.parts[0], file=_RebuiltTensors(places, files, opened.parts[0].file))
         manifest = opened.manifest and replace(
-            opened.manifest, made_from=(origin.last_step,), run_id=None, rankings={}, metrics={}, export=True
+            opened.manifest, made_from=(origin.basename,), run_id=None, rankings={}, metrics={}, export=True
         )
         access = source_access(place, origin, options.target)
         for each in places:
             access &= source_access(each, Place(each.beside), options.target)
-        options = replace(options, access=access, made_from=(origin.last_step,))
+        options = replace(options, access=access, made_from=(origin.basename,))
         return write_converted(WeightsFolder(opened.place, opened.origin, [part], manifest), place, options)
 
 
@@ -71,7 +71,7 @@ def _steps_to(entry: Place) -> list[Place]:
     """The newest anchor up to the step of `entry`, and all deltas after it. Raises CorruptError if one is missing."""
     chain = Place(entry.beside).beside
     anchors, deltas = (_files_by_number(Place(chain, kind)) for kind in ("anchors", "deltas"))
-    named = _STEP.fullmatch(entry.last_step)
+    named = _STEP.fullmatch(entry.basename)
     if named is None or not entry.is_object:
         raise MissingError(f"{entry}: expected a file such as deltas/step_000011.safetensors")
     number = int(named[1])
@@ -153,7 +153,7 @@ class _RebuiltTensors:
 def _checked_step(place: Place, file: TensorFile) -> str:
     """How the positions are encoded. Raises CorruptError for a file of another step, LoadError for other encodings."""
     metadata: Mapping[str, str] = getattr(file, "metadata", {})
-    named = _STEP.fullmatch(place.last_step)
+    named = _STEP.fullmatch(place.basename)
     number = metadata.get("model_version", "")
     if named is None or not number.isdecimal() or int(number) != int(named[1]):
         raise CorruptError(f"{place}: model_version {number or 'missing'}, expected that of its name; use another step")

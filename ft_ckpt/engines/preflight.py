@@ -1,7 +1,7 @@
-"""What an engine would refuse, drop or misread of a checkpoint, from its files alone.
+"""Finds the tensors and settings of a checkpoint that an engine would refuse, drop or misread, from its files alone.
 
 Sources: vLLM 0.32 (lora/peft_helper.py, lora/utils.py, docs/features/lora.md), SGLang (srt/lora/lora_config.py). Older
-versions read fewer fields without a word, so what they would ignore is refused as well.
+versions read fewer fields silently, so the fields that they would ignore are refused as well.
 """
 
 import json

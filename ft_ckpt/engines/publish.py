@@ -279,14 +279,14 @@ def _exported(
 def _opened(place: Place, options: PublishOptions) -> Iterator[tuple[OpenCheckpoint, PartRecord]]:
     """The checkpoint on this machine, leased and compared with its digests; and the part to publish."""
     if not isinstance(place.store, LocalStore) or is_delta(place):
-        folder = None if options.stage is None else options.stage / _run_of(place) / place.last_step
+        folder = None if options.stage is None else options.stage / _run_of(place) / place.basename
         if folder is not None and LocalStore(folder).identity == place.folder.identity:
             raise ConfigError(f"{options.stage}: stage= is where the chain is, expected another folder")
         place = open_place(pull(place, folder, overwrite=folder is not None).path)
     with open_checkpoint(place, compares=False) as held:
         if problems := held.find_problems(deep=True):
             raise CorruptError(f"{held.path}: {listing(list(problems))}; not published, use another checkpoint")
-        held.let_go()
+        held.free_memory()
         yield held, _chosen_part(held, options)
 
 
@@ -361,7 +361,7 @@ def _own_path(path: str | None, visible_at: Mapping[str, str]) -> str:
 
 def _run_of(place: Place) -> str:
     """The name of the folder that a checkpoint is in, as a part of other names."""
-    return re.sub(r"[^\w.-]+", "-", Place(place.absolute.beside).last_step) or "run"
+    return re.sub(r"[^\w.-]+", "-", Place(place.absolute.beside).basename) or "run"
 
 
 def _adapter_name(held: OpenCheckpoint, options: PublishOptions) -> str:
@@ -379,7 +379,7 @@ def _weights_version(held: OpenCheckpoint) -> str:
 
 
 def _on_each(each: Sequence[Any], step: Callable[[Any], Any]) -> list[Any]:
-    """What `step` returns for each server, all at once, or the CheckpointError that it raises."""
+    """The results of `step` on all servers at once; for each its result or the CheckpointError that it raised."""
 
     def outcome(one: Any) -> Any:
         try:
@@ -400,7 +400,7 @@ def _problems(outcomes: Sequence[Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Reference:
-    """What the answers of an adapter are compared with."""
+    """The expected answers of an adapter."""
 
     is_neutral: bool  # the adapter changes nothing: its answers are the base's
     base: list[list[float]] | None = None  # log probabilities of transformers, as `probe` gives them
@@ -664,7 +664,7 @@ def _unlike(updates: Sequence[_Update]) -> list[str]:
 
 
 def _put_all_back(updates: Sequence[_Update], weights: _Weights) -> list[str]:
-    """Load what the servers held before whose update has begun; a line for each of what it holds now."""
+    """Restore the previous weights on each server whose update has begun; a line for each on the weights it now has."""
     return _on_each([update for update in updates if update.has_begun], lambda update: _put_back(update, weights))
 
 
@@ -685,9 +685,9 @@ def _put_back(update: _Update, weights: _Weights) -> str:
 
 @contextmanager
 def _weights_before(update: _Update, weights: _Weights) -> Iterator["_Weights | str | None"]:
-    """What to load again: a checkpoint near this one, or what the server was started with.
+    """The previous weights: a checkpoint beside this one, or those that the server was started with.
 
-    A path that the servers alone see, or None when it is not known.
+    A path if only the servers see them, None if they are not known.
     """
     options = weights.options
     if update.before == _FIRST_VERSION:

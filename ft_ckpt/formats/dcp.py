@@ -125,7 +125,7 @@ def open_dcp(place: Place) -> DcpFile:
     Other values are listed in `skipped`. Raises LoadError naming globals in the metadata that are neither tensors nor
     plain data; CorruptError when boxes are missing or do not fill their tensor.
     """
-    store, source = place.folder, place.last_step
+    store, source = place.folder, place.basename
     check_files_inside(store, [METADATA])
     with damaged_input(f"{source}/{METADATA}: torch.distributed.checkpoint's"):
         metadata = _state_of(load_torch_pickle(store.read(METADATA), f"{source}/{METADATA}"), "Metadata")
@@ -209,7 +209,7 @@ def _check_boxes(place: Place, specs: Mapping[str, Spec], boxes: Mapping[str, Se
             wrong.append(f"{name}: its stored parts do not fill {list(spec.shape)}")
         wrong += [f"{name}: {box.path} is missing" for box in boxes[name] if box.path not in there]
     if wrong:
-        raise CorruptError(f"{place.last_step}: {listing(wrong)}; every rank must have saved to this folder")
+        raise CorruptError(f"{place.basename}: {listing(wrong)}; every rank must have saved to this folder")
 
 
 def _boxes_overlap(boxes: Sequence[_StoredBox]) -> bool:

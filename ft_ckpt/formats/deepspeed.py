@@ -72,8 +72,8 @@ def open_deepspeed(place: Place) -> SpanFile:
         raise LoadError(f"{place}: no *{_MODEL} in it; expected a folder that DeepSpeed's save_checkpoint wrote")
     names = _file_names(found)
     check_files_inside(found.folder, [name for name in names if name.endswith((_MODEL, _OPTIMIZER))])
-    with damaged_input(f"{found.last_step}: a checkpoint of DeepSpeed"):
-        return _open_rank_files(found.folder, found.last_step, names)
+    with damaged_input(f"{found.basename}: a checkpoint of DeepSpeed"):
+        return _open_rank_files(found.folder, found.basename, names)
 
 
 def _open_rank_files(store: Store, source: str, names: Sequence[str]) -> SpanFile:

@@ -202,7 +202,7 @@ def _find_dataset(source: _ForeignFile, path: str) -> ForeignDataset:
             raise CorruptError(f"{printable(path)[:200]}: {printable(part)[:200]} {found}")
         item = item[part]
     if not isinstance(item, h5py.Dataset):
-        raise CorruptError(f"{printable(path)[:200]}: a group, a dataset is expected")
+        raise CorruptError(f"{printable(path)[:200]}: a group, expected a dataset")
     return ForeignDataset(source, item, "/".join(parts))
 
 

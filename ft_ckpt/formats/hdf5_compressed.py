@@ -61,7 +61,7 @@ class Codec:
     def __post_init__(self) -> None:
         for name, value, known in (("compression", self.method, METHODS), ("shuffle", self.shuffle, SHUFFLES)):
             if value not in known:
-                raise ConfigError(f"{name} {value!r}: one of {', '.join(map(repr, known))} is expected")
+                raise ConfigError(f"{name} {value!r}: expected one of {', '.join(map(repr, known))}")
         if self.method == "gzip":
             return
         try:

@@ -90,7 +90,7 @@ def open_orbax(place: Place) -> OrbaxFile:
     Raises ConfigError where tensorstore is not installed, CorruptError when the checkpoint is damaged.
     """
     tensorstore, store = load_tensorstore(), place.folder
-    with damaged_input(f"{place.last_step}: a checkpoint of orbax"), ExitStack() as opening:
+    with damaged_input(f"{place.basename}: a checkpoint of orbax"), ExitStack() as opening:
         document = json.loads(read_text(store, _METADATA))
         values, skipped = _tree_values(document)
         check_files_inside(store)
@@ -104,7 +104,7 @@ def open_orbax(place: Place) -> OrbaxFile:
         }
         arrays = {name: future.result() for name, future in coming.items()}
         skipped += _check_chunks(arrays, values, has_all)
-        found = OrbaxFile(place.last_step, arrays, skipped)
+        found = OrbaxFile(place.basename, arrays, skipped)
         found.room = opening.pop_all()
     return found
 

@@ -162,7 +162,7 @@ def written_formats() -> list[TensorFormat]:
 def format_named(name: str) -> TensorFormat:
     """The format called `name`. Raises ConfigError when there is none."""
     if name not in _FORMATS:
-        raise ConfigError(f"format {name!r}: one of {', '.join(_FORMATS)} is expected")
+        raise ConfigError(f"format {name!r}: expected one of {', '.join(_FORMATS)}")
     return _FORMATS[name]
 
 

@@ -84,7 +84,7 @@ class TensorFlowFile:
     """The tensors of a bundle, read by TensorFlow in ranges of rows."""
 
     def __init__(self, prefix: Place) -> None:
-        self.tf, self.source, self.room = load_tensorflow(), prefix.last_step, ExitStack()
+        self.tf, self.source, self.room = load_tensorflow(), prefix.basename, ExitStack()
         above, _, last = prefix.name.rpartition("/")
         folder = Place(prefix.store, above)
         check_prefix_inside(prefix.store, prefix.name)
@@ -178,7 +178,7 @@ def open_tensorflow(place: Place) -> TensorFile:
     if not prefixes:
         raise CorruptError(f"{place}: no TensorFlow checkpoint there; expected {PREFIX}.index or another prefix's")
     if len(prefixes) > 1:
-        names = listing([one.last_step for one in prefixes], ", ")
+        names = listing([one.basename for one in prefixes], ", ")
         raise LoadError(f"{place}: holds {names}, and no file {STATE!r} or {SHARDS} that says which to read; name one")
     return TensorFlowFile(prefixes[0])
 

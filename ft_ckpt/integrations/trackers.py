@@ -110,7 +110,7 @@ def log_to_mlflow(
                 prove_sources()
                 for path in paths:
                     below = path.rpartition("/")[0]
-                    place = "/".join(step for step in (folder, report.place.last_step, below) if step)
+                    place = "/".join(step for step in (folder, report.place.basename, below) if step)
                     mlflow.log_artifact(str(there / path), artifact_path=place, run_id=mlflow_run)
 
     return log_files

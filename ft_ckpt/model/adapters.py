@@ -109,7 +109,7 @@ def adapter_parts(view: View, name: str, path: str, dtype: str, in_folders: bool
     added_sources = {id(entry.source) for entry in extra}
     frozen = {n: s for n, s in base_sources(view) if not s.trainable and id(s) not in added_sources}
     owned = {id(source) for _, source in base_sources(view)}
-    passed = tuple(s for s in view.sources.values() if id(s) not in owned and not s.trainable)  # PEFT omits them
+    omitted = tuple(s for s in view.sources.values() if id(s) not in owned and not s.trainable)  # PEFT omits them
     active = active_adapters(view.module)
     parts = []
     for adapter, entries in chosen.items():
@@ -119,7 +119,7 @@ def adapter_parts(view: View, name: str, path: str, dtype: str, in_folders: bool
         made = cast_entries([*entries, *added], view.module, dtype)
         label = "/".join(filter(None, (name, own)))
         stored = Part(label, folder, "adapter", view.module, made, file=ADAPTER_FILE, base=frozen, notes=notes)
-        parts.append(replace(stored, adapter=adapter, active=adapter in active, beside=in_folders, passed=passed))
+        parts.append(replace(stored, adapter=adapter, active=adapter in active, beside=in_folders, omitted=omitted))
     empty = [p.adapter for p in parts if not p.entries]
     if empty:
         raise IncompleteError(f"adapter {empty[0]!r}: PEFT selects no tensors for it; nothing is written")

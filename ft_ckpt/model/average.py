@@ -78,11 +78,11 @@ def average(
     """
     places = _chosen_places([open_place(source) for source in sources], last)
     shares = normalized_weights(weights, len(places))
-    named = zip((place.last_step for place in places), shares, strict=True)
+    named = zip((place.basename for place in places), shares, strict=True)
     terms = [name if weights is None else f"{name} ({share:.4g})" for name, share in named]
     options = convert_options(
         dst, format=format, dtype=dtype, max_shard_size=max_shard_size, verify=verify, progress=progress,
-        note=f"the average of {', '.join(terms)}", made_from=tuple(place.last_step for place in places),
+        note=f"the average of {', '.join(terms)}", made_from=tuple(place.basename for place in places),
         overwrite=overwrite,
     )  # fmt: skip
     check_apart(places, options)

@@ -40,7 +40,8 @@ from ft_ckpt.formats import detect
 from ft_ckpt.formats.file_io import FilePlan, write_file
 from ft_ckpt.formats.layout import Layout, Spec, TensorFile
 from ft_ckpt.formats.registry import DEFAULT_FORMAT, FolderLibrary, TensorFormat, format_named, written_formats
-from ft_ckpt.formats.safetensors_file import link_second_names, shard_index, split_into_files
+from ft_ckpt.formats.safetensors_file import link_second_names
+from ft_ckpt.formats.shards import shard_index, split_into_files
 from ft_ckpt.formats.torch_file import TorchArchive
 from ft_ckpt.model import folder
 from ft_ckpt.storage.digests import FileRecord, read_record
@@ -135,7 +136,7 @@ def convert_options(
     """Check the arguments of `convert`. Raises ConfigError or TargetError."""
     place = open_place(dst)
     target = open_place(place.folder.identity) if isinstance(place.store, LocalStore) else place
-    name = target.last_step
+    name = target.basename
     writable = [known.name for known in written_formats()]
     if format is not None and format not in writable:
         raise ConfigError(f"format={format!r}: expected one of {', '.join(writable)}")
@@ -485,7 +486,7 @@ def convert(
     TargetError or NoSpaceError for the target.
     """
     source = open_place(src)
-    note = f"converted from {os.fsencode(source.last_step).decode(errors='replace')}"  # a name may be no UTF-8
+    note = f"converted from {os.fsencode(source.basename).decode(errors='replace')}"  # a name may be no UTF-8
     names = read_map(map)
     options = convert_options(
         dst, format=format, dtype=dtype, names=names, max_shard_size=max_shard_size, verify=verify, progress=progress,
@@ -505,7 +506,7 @@ def write_converted(opened: TensorFile, place: Place, options: ConvertOptions) -
     """
     begun, skipped = time.monotonic(), getattr(opened, "skipped", ())
     if skipped and not opened.specs:
-        raise LoadError(f"{place.last_step}: no tensors in it, only {listing(list(skipped))}")
+        raise LoadError(f"{place.basename}: no tensors in it, only {listing(list(skipped))}")
     with explained(options.target):
         if options.format.library is not None:
             written = _convert_by_library(opened, place, options, options.format.library)
@@ -532,7 +533,7 @@ def _convert_to_file(opened: TensorFile, _source: Place, options: ConvertOptions
         (record,) = write_outputs([one], stage.store, options.progress)
         if options.verify:
             with closing(open_source(stage)) as found:
-                check_copy(file, found, target.last_step)
+                check_copy(file, found, target.basename)
     return _conversion_report(options, [file], record.size_bytes, ())
 
 
@@ -568,7 +569,7 @@ def _convert_by_library(
                 library.write_folder(stage, specs, whole.read)
             if options.verify:
                 with closing(library.open_folder(open_place(stage))) as found:
-                    check_copy(whole, found, options.target.last_step)
+                    check_copy(whole, found, options.target.basename)
             files = _file_records(open_place(stage).folder, ())
         part = PartRecord("", "", "model", options.format.name, "", (), casts=file.casts)
         staging.commit(_converted_manifest(opened, source, [part], files, options))
@@ -627,7 +628,7 @@ def _convert_to_folder(opened: TensorFile, source: Place, options: ConvertOption
             if options.verify:
                 names = [output.plan.path for output in plan.outputs]
                 with closing(folder.join_weight_files(store, names)) as found:
-                    check_copy(plan.file, found, options.target.last_step)
+                    check_copy(plan.file, found, options.target.basename)
         written += link_second_names(options.format, written, store)
         parts_written = [plan.part_record(options.format.name) for plan in plans]
         staging.commit(_converted_manifest(opened, source, parts_written, _file_records(store, written), options))

@@ -63,7 +63,7 @@ class Part:
     doubtful: tuple[tuple[Source, Source], ...] = ()  # declared tied, but two tensors in memory: compared at the save
     base: Mapping[str, Source] = field(default_factory=dict)  # frozen tensors of an adapter's base, by base name
     notes: tuple[str, ...] = ()
-    passed: tuple[Source, ...] = ()  # left out on purpose: recreated by the class or PEFT
+    omitted: tuple[Source, ...] = ()  # left out on purpose: recreated by the class or PEFT
     extra: str | None = None  # the text of EXTRA_FILE, if there is any
 
 
@@ -124,7 +124,7 @@ def merge_choice(merged: Merged) -> MergeChoice | None:
 
 
 def finite_numbers(values: Any) -> list[float]:
-    """The values as floats; empty unless they are finite numbers in order, such as a list has them."""
+    """The values as floats; empty unless they are an ordered sequence of finite numbers."""
     if isinstance(values, (str, bytes, bytearray, Mapping)):
         return []
     try:

@@ -85,7 +85,7 @@ class WeightsFolder(JoinedFile):
     def __init__(
         self, place: Place, origin: Place, parts: Sequence[FolderPart], manifest: Manifest | None = None
     ) -> None:
-        super().__init__([(part.prefix, part.file) for part in parts], place.last_step)
+        super().__init__([(part.prefix, part.file) for part in parts], place.basename)
         self.place, self.store, self.parts, self.manifest = place, place.folder, tuple(parts), manifest
         self.origin = origin  # the original place; `place` may have links to its open files
 

@@ -117,26 +117,12 @@ def load_model(
     is_host = device is None or torch.device(device).type in ("cpu", "meta")
     read_to = None if is_host else torch.empty(0, device=device).device  # with its index: threads have their own
     options = _LoadOptions(base, into, classes or {}, strict, check_base, trust_remote_code, verify, mapped, read_to)
-    place = open_place(path)
-    found = checkpoint_around(place)
-    if found is None:
-        raise NotACheckpointError(why_no_checkpoint(place.folder))
-    root, wanted = found[0], (found[1] or None) if part is None else part
+    root, wanted = _find_checkpoint(open_place(path), part)
     with open_checkpoint(Place(root), compares=False) as held, _explain_errors(root):
-        if require_signature is not None:
-            unsigned = signature_problems(held.origin, held.store, held.manifest, require_signature)
-            if unsigned:
-                raise CorruptError(f"{root.url}: {listing(list(unsigned))}; not loaded")
+        _refuse_unsigned(held, require_signature)
         refuse_delta(held.manifest, Place(held.origin))
-        groups = _group_records(held, wanted)
-        if not groups:
-            raise LoadError(f"{held.store.url}: no part to load")
-        if into is not None and len(groups) > 1:
-            raise LoadError(f"into=: {held.store.url} holds {', '.join(groups)}; name one of them with part=")
-        names = [name for records in groups.values() for record in records for name in weight_names(record)]
-        reads_alone = options.mapped is not True and readers_here() == 1
-        if problems := held.find_problems(deep=options.verify, keep=names, own=reads_alone):
-            raise CorruptError(f"{held.store.url}: {listing(list(problems))}; use an older checkpoint")
+        groups = _group_records(held, wanted, into)
+        _refuse_damaged(held, groups, options)
         loaded = {name: _load_group(held, records, options) for name, records in groups.items()}
         models = {name: model.to(device) if device is not None else model for name, (model, _) in loaded.items()}
         share_again(held.manifest, models)
@@ -147,6 +133,32 @@ def load_model(
     origin = held.origin.folder if isinstance(held.origin, LocalStore) else held.origin.url
     reports = [report for _, report in loaded.values()]
     return result, summary_of(origin, wanted or "", reports, copied=device not in (None, "cpu"))
+
+
+def _find_checkpoint(place: Place, part: str | None) -> tuple[Store, str | None]:
+    """The root of the checkpoint that `place` is, or is a part of, and the part to load; None for all parts."""
+    found = checkpoint_around(place)
+    if found is None:
+        raise NotACheckpointError(why_no_checkpoint(place.folder))
+    root, inside = found
+    return root, (inside or None) if part is None else part
+
+
+def _refuse_unsigned(held: OpenCheckpoint, required: SignedBy | None) -> None:
+    """Raise CorruptError unless the checkpoint has the `required` signature."""
+    if required is None:
+        return
+    problems = signature_problems(held.origin, held.store, held.manifest, required)
+    if problems:
+        raise CorruptError(f"{held.origin.url}: {listing(list(problems))}; not loaded")
+
+
+def _refuse_damaged(held: OpenCheckpoint, groups: Mapping[str, list[PartRecord]], options: _LoadOptions) -> None:
+    """Raise CorruptError if files differ from the manifest. The files with the weights to load stay open."""
+    names = [name for records in groups.values() for record in records for name in weight_names(record)]
+    reads_alone = options.mapped is not True and readers_here() == 1
+    if problems := held.find_problems(deep=options.verify, keep=names, own=reads_alone):
+        raise CorruptError(f"{held.store.url}: {listing(list(problems))}; use an older checkpoint")
 
 
 @contextmanager
@@ -161,11 +173,20 @@ def _explain_errors(root: Store) -> Iterator[None]:
         raise LoadError(f"{root.url}: no model can be made of it: {printable(text)[:2000]}") from error
 
 
-def _group_records(held: OpenCheckpoint, wanted: str | None) -> dict[str, list[PartRecord]]:
+def _group_records(held: OpenCheckpoint, wanted: str | None, into: nn.Module | None) -> dict[str, list[PartRecord]]:
     """Part records grouped by model: a model and its adapters are one group. Only the group or part `wanted`, if any.
 
-    The training state belongs to no group.
+    The training state belongs to no group. Raises LoadError where there is none, or more than one for `into`.
     """
+    groups = _find_groups(held, wanted)
+    if not groups:
+        raise LoadError(f"{held.store.url}: no part to load")
+    if into is not None and len(groups) > 1:
+        raise LoadError(f"into=: {held.store.url} holds {', '.join(groups)}; name one of them with part=")
+    return groups
+
+
+def _find_groups(held: OpenCheckpoint, wanted: str | None) -> dict[str, list[PartRecord]]:
     parts = [part for part in held.manifest.parts if part.kind != "state"]
     groups: dict[str, list[PartRecord]] = {}
     for record in parts:
@@ -281,7 +302,7 @@ def _by_transformers(cls: Any, held: OpenCheckpoint, record: PartRecord, options
     asked: dict[str, Any] = {"output_loading_info": True, "trust_remote_code": options.trust_remote_code}
     with companions_here(held, record) as folder:
         if format_named(record.format).read_by_transformers:
-            held.let_go()
+            held.free_memory()
             model, info = cls.from_pretrained(folder, dtype="auto", local_files_only=True, **asked)
         else:  # transformers cannot open the format, so it gets the tensors
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)

@@ -324,11 +324,11 @@ def merged_part(view: View, path: str, dtype: str, choice: MergeChoice) -> Part:
     part = model_part(plan.view, "", path, dtype)
     entries = _merged_entries(part.entries, plan)
     used = {source.key for entry in entries for source in entry.sources}
-    passed = tuple(source for source in view.sources.values() if source.key not in used)
+    omitted = tuple(source for source in view.sources.values() if source.key not in used)
     left = [name for name in view.module.peft_config if name not in names]
     notes = [f"adapter {', '.join(names)}: merged into {len(layers)} layers"]
     notes += [f"adapter {', '.join(left)}: not merged, left out"] if left else []
-    return replace(part, entries=entries, passed=passed, notes=(*part.notes, *notes, *plan.notes))
+    return replace(part, entries=entries, omitted=omitted, notes=(*part.notes, *notes, *plan.notes))
 
 
 def _chosen_adapters(view: View, choice: MergeChoice) -> list[str]:

@@ -97,7 +97,7 @@ def load(
     """
     place = open_place(path)
     _refuse_device(map_location)
-    with _no_collection(), damaged_input(place.last_step):
+    with _no_collection(), damaged_input(place.basename):
         raw = RawFile(place.open())
         known = detect_format(raw) if format is None else _object_format(format)
         if known.load_object is not None:
@@ -126,7 +126,7 @@ def _refuse_device(map_location: str | torch.device | None) -> None:
 
 def _check_listed(source: Readable, place: Place) -> None:
     """Compare a file that has no digests with the manifest beside it. Raises ConfigError where none lists it."""
-    name, listed = place.last_step, listing_manifest(place)
+    name, listed = place.basename, listing_manifest(place)
     if listed is None:
         raise ConfigError(
             f"verify=True: {name} has no digests, and no {MANIFEST_NAME} beside it lists it; leave verify out, or save "
@@ -140,7 +140,7 @@ def _object_format(name: str) -> TensorFormat:
     """The format `name`. Raises ConfigError when it is unknown or holds no objects."""
     names = [known.name for known in tensor_formats() if known.serves_objects]
     if name not in names:
-        raise ConfigError(f"format {name!r}: one of {', '.join(names)} is expected")
+        raise ConfigError(f"format {name!r}: expected one of {', '.join(names)}")
     return format_named(name)
 
 

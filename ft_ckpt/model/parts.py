@@ -108,7 +108,7 @@ def _refuse_missing(parts: list[Part], views: Iterable[View], adapter_only: bool
     `adapter_only` the frozen tensors of the base. Raises IncompleteError naming all others.
     """
     known = {source.key for part in parts for entry in part.entries for source in entry.sources}
-    known |= {source.key for part in parts for source in part.passed}
+    known |= {source.key for part in parts for source in part.omitted}
     if adapter_only:
         known |= {source.key for part in parts for source in part.base.values()}
     missing = [name for view in views for name, source in view.sources.items() if source.key not in known]

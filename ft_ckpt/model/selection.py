@@ -94,11 +94,11 @@ def model_part(view: View, name: str, path: str, dtype: str) -> Part:
     doubtful = tuple(diverged_ties(view)) if hugging_face else ()
     made = cast_entries(entries, view.module, dtype)
     taken = {source.key for source in kept.values()}
-    passed = tuple(source for source in view.sources.values() if source.key not in taken)
+    omitted = tuple(source for source in view.sources.values() if source.key not in taken)
     extra = dump_object(dict(view.extra), name or type(view.module).__name__) if view.extra else None
     stored = Part(name, path, kind, view.module, made, ties=ties, doubtful=doubtful, notes=notes)
     notes += _rounded_by_others(stored) if hugging_face else ()
-    return replace(stored, passed=passed, extra=extra, notes=notes)
+    return replace(stored, omitted=omitted, extra=extra, notes=notes)
 
 
 def _rounded_by_others(part: Part) -> tuple[str, ...]:

@@ -386,7 +386,7 @@ class BackgroundSaver:
         self.snapshot = Snapshot()
         self._worker = Worker()
         self._channel = ""
-        self._looks = 0
+        self._steps_in_flight = 0
         self._shared = SharedFolders()
         if of.config.background:
             load_conversion_table()
@@ -416,7 +416,7 @@ class BackgroundSaver:
         A snapshot may exceed its limit, or tensors must be gathered from several ranks.
         """
         request, plan, copies = self._agree_on_snapshot(request, error, ranks, config)
-        self._looks = 0
+        self._steps_in_flight = 0
         if copies is None or not self._shared.is_seen_by_all(request.target.beside, ranks):
             report = then(run_save(request, None, ranks, config, begun, plan, self._shared))
             done = self._worker.future = Future()
@@ -494,7 +494,7 @@ class BackgroundSaver:
             self._of.history = after_commit(self._of.history, report.seconds, report.bytes)
         if error is not None:
             raise error
-        return report  # type: ignore[no-any-return]  # of `attempt`, which takes anything
+        return report  # type: ignore[no-any-return]  # `try_action` takes any function
 
     def has_ended(self, ranks: Ranks) -> bool:
         """Whether the save in flight has ended on all ranks; called at every step, on all ranks.
@@ -504,8 +504,8 @@ class BackgroundSaver:
         future = self._worker.future
         if future is None or ranks.size == 1:
             return future is not None and future.done()
-        self._looks += 1
-        if self._looks % 64 and self._looks & (self._looks - 1):
+        self._steps_in_flight += 1
+        if self._steps_in_flight % 64 and self._steps_in_flight & (self._steps_in_flight - 1):
             return False
         ended = {"ended": future.done()}
         return bool(ranks.agree("saver.step()", ended, decide=lambda values: all(v["ended"] for v in values)).result)

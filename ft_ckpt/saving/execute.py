@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from ft_ckpt.checkpoint.checks import stored_bytes
+from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.config import SaverConfig, human_size
 from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.ranks import Ranks
@@ -33,6 +34,7 @@ from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.scratch import local_folder
+from ft_ckpt.storage.store import Store
 from ft_ckpt.training.items import name_differing_tensors
 from ft_ckpt.transfer.push import PendingPush
 
@@ -283,9 +285,9 @@ def _commit_on_all(
         target=request.target,
     )
     if ranks.leads:
-        LOG.info("saved %s: %s in %.2f s", request.target.last_step, human_size(report.bytes), report.seconds)
+        LOG.info("saved %s: %s in %.2f s", request.target.basename, human_size(report.bytes), report.seconds)
         for note in report.notes:
-            LOG.info("%s: %s", request.target.last_step, note)
+            LOG.info("%s: %s", request.target.basename, note)
     return report
 
 
@@ -294,28 +296,63 @@ def _commit_files(job: SaveJob, files: list[FileRecord], samples: tuple[BaseSamp
     request, plan, staging = job.request, job.plan, job.staging
     assert staging is not None, "rank 0 has the staging"
     store, compression = staging.store, job.config.compression
-    has_state = request.captured is not None and request.captured.state is not None
-    settings = replicas.differing_settings({} if request.captured is None else request.captured.document)
-    for one in plan.plans:
-        paths = {file.path for file in one.files}
-        files = files + link_second_names(format_named(one.format), [f for f in files if f.path in paths], store)
+    files = files + _link_second_names(plan, files, store)
     for one in plan.plans:
         check_written_files(one, store)
+    notes = _compare_outputs(request, store)
+    handed_in, left_out = ([], []) if request.collect is None else request.collect(store)
+    if compression is not None:
+        files = _compress_files(files, store, compression)
+    manifest = _manifest_of_job(job, [*files, *job.companions, *handed_in], samples, [*notes, *left_out])
+    size_bytes = stored_bytes(store, manifest)
+    staging.commit(manifest)
+    return {
+        "kind": manifest.kind,
+        "bytes": size_bytes,
+        "tensors": sum(len(part.tensors) for part in manifest.parts),
+        "casts": dict(sum((Counter(part.casts) for part in manifest.parts), Counter[str]())),
+        "notes": manifest.notes,
+        "step": manifest.step,
+    }
+
+
+def _link_second_names(plan: SavePlan, files: list[FileRecord], store: Store) -> list[FileRecord]:
+    """Give files their second name, for formats that have one; the records of the links."""
+    links = []
+    for one in plan.plans:
+        paths = {file.path for file in one.files}
+        links += link_second_names(format_named(one.format), [file for file in files if file.path in paths], store)
+    return links
+
+
+def _compare_outputs(request: SaveRequest, store: Store) -> list[str]:
+    """Notes on settings that differ between ranks, and on the comparison of outputs that the request asks for."""
+    settings = replicas.differing_settings({} if request.captured is None else request.captured.document)
     notes = [replicas.difference_note(settings, True)] if settings else []
     if request.check is not None:
         with local_folder(Place(store)) as folder:
             notes.append(request.check.compare(folder))
-    handed_in, left_out = ([], []) if request.collect is None else request.collect(store)
-    notes += left_out
-    if compression is not None:  # a second pass over the files: sizes are known only afterwards
-        for file in files:
-            compress_file(Place(store, file.path), compression)
-        files = [read_record(store, file.path) for file in files]
-    manifest = manifest_of(
+    return notes
+
+
+def _compress_files(files: list[FileRecord], store: Store, compression: str) -> list[FileRecord]:
+    """Compress the files in a second pass, because sizes are known only afterwards; their new records."""
+    for file in files:
+        compress_file(Place(store, file.path), compression)
+    return [read_record(store, file.path) for file in files]
+
+
+def _manifest_of_job(
+    job: SaveJob, files: list[FileRecord], samples: tuple[BaseSamples, ...], notes: list[str]
+) -> Manifest:
+    """The manifest of the files of a save."""
+    request, plan = job.request, job.plan
+    has_state = request.captured is not None and request.captured.state is not None
+    return manifest_of(
         plan.plans,
-        [*files, *job.companions, *handed_in],
+        files,
         samples,
-        compressed=compression is not None,
+        compressed=job.config.compression is not None,
         bases=plan.companions.bases,
         classes=plan.companions.classes,
         notes=notes,
@@ -328,13 +365,3 @@ def _commit_files(job: SaveJob, files: list[FileRecord], samples: tuple[BaseSamp
         export=bool(request.made_from) or (request.run_id is not None and not has_state),
         made_from=request.made_from,
     )
-    size_bytes = stored_bytes(store, manifest)
-    staging.commit(manifest)
-    return {
-        "kind": manifest.kind,
-        "bytes": size_bytes,
-        "tensors": sum(len(part.tensors) for part in manifest.parts),
-        "casts": dict(sum((Counter(part.casts) for part in manifest.parts), Counter[str]())),
-        "notes": manifest.notes,
-        "step": manifest.step,
-    }

@@ -22,7 +22,7 @@ from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.file_io import FilePlan
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.registry import DEFAULT_FORMAT, TensorFormat, format_named
-from ft_ckpt.formats.safetensors_file import shard_index, split_into_files
+from ft_ckpt.formats.shards import shard_index, split_into_files
 from ft_ckpt.model.entries import Entry, Group, Part
 from ft_ckpt.storage.digests import Cut, FileRecord, chunk_of_rank, joined_digest
 from ft_ckpt.storage.local_store import LocalStore

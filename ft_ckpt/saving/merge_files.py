@@ -246,7 +246,7 @@ def merge(
         beside = stored.has_base and base is None
         sampled = check_base and not beside
         model, added = attach_adapters(based.model, stored.held, stored.records, check_base=sampled, beside=beside)
-        given: dict[str, Any] = {"merged": choice, "made_from": (source.last_step, found.last_step)}
+        given: dict[str, Any] = {"merged": choice, "made_from": (source.basename, found.basename)}
         given["check"] = None if check is None else live_logits(model, check)
         given["extra_files"] = _companion_files(opened, stored)
         given["access"] = source_access(place, found, options.target)

@@ -106,54 +106,55 @@ class RunSaves:
     ) -> SaveReport | PendingSave:
         """Save the state of the run, then delete checkpoints by `keep`. `reason` is None if the script asked for it."""
         self.pending.wait_for_save()
-        begun, now, history = time.monotonic(), self.run, self.run.history
-        now.note_saved(reason, metrics)
-        entry = LoggedSave(now.step, time.time(), reason, metrics)
-        now.history = replace(now.history, saves=append_save(history.saves, entry))
+        run, begun = self.run, time.monotonic()
+        history = run.history
+        run.note_saved(reason, metrics)
+        entry = LoggedSave(run.step, time.time(), reason, metrics)
+        run.history = replace(run.history, saves=append_save(history.saves, entry))
         if self.follow_up.publisher is not None:
-            now.published = self.follow_up.publisher.version or now.published
+            run.published = self.follow_up.publisher.version or run.published
         try:
             if self.session is not None:  # first: the writers prepare their files meanwhile
-                self.session.ask(now.step)
-            captured = now.capture_state(self._current_ranks(), library_versions())
+                self.session.ask(run.step)
+            captured = run.capture_state(self._current_ranks(), library_versions())
             if differing := differing_settings(captured.document):
-                report_differences(describe_differences(differing), f"step {now.step}", self._current_ranks(), config)
+                report_differences(describe_differences(differing), f"step {run.step}", self._current_ranks(), config)
             found, attribute = model_sources(captured.found), config.attribute
-            adapters = is_adapter_run(now.model, found, attribute)
-            adapters = now.base.is_left_out(now.model, adapters, adapter_only, self._current_ranks())
+            adapters = is_adapter_run(run.model, found, attribute)
+            adapters = run.base.is_left_out(run.model, adapters, adapter_only, self._current_ranks())
             report = self.pending.save(
                 config,
                 lambda: request_of(
                     config,
-                    now.model,
-                    self.target_folder(path, now.step, has_state=True),
+                    run.model,
+                    self.target_folder(path, run.step, has_state=True),
                     adapter_only=adapters,
                     attribute=attribute,
                     tokenizer=self.tokenizer,
-                    step=now.step,
+                    step=run.step,
                     metrics=metrics,
                     captured=captured,
-                    run_id=now.run_id,
+                    run_id=run.run_id,
                     protect=self._protected_paths(),
                     extra_files=extra_files or {},
-                    collect=None if self.session is None else partial(self.session.collect, now.step),
+                    collect=None if self.session is None else partial(self.session.collect, run.step),
                 ),
                 self.plan_follow_up(prunes=True),
             )
         except BaseException:
-            now.history = history
-            now.note_saved(reason, {})  # the next try comes an interval later
+            run.history = history
+            run.note_saved(reason, {})  # the next try comes an interval later
             raise
-        now.warn_of_absent_metrics(_SAVES_WITHOUT_METRIC)
+        run.warn_of_absent_metrics(_SAVES_WITHOUT_METRIC)
         cost = time.monotonic() - begun
         entry = replace(entry, stall_seconds=cost)
         if isinstance(report, PendingSave):
             self.pending.before = history  # its cost and outcome are known later
         else:
-            now.history = history
-            now.note_saved(reason, metrics, cost)
+            run.history = history
+            run.note_saved(reason, metrics, cost)
             entry = replace(entry, seconds=report.seconds, size_bytes=report.bytes)
-        now.history = replace(now.history, saves=append_save(history.saves, entry))
+        run.history = replace(run.history, saves=append_save(history.saves, entry))
         return report
 
     def target_folder(self, path: str | Path | Place | None, step: int | None, *, has_state: bool) -> Place:
@@ -268,8 +269,8 @@ class RunSaves:
                 if problems := damage_of(info.place, deep=True):
                     why = f"{info.name}, which has the version {version}, is damaged: {listing(list(problems))}"
                 else:
-                    return info.place, f"publishing {info.name}: engines had it when {resumed.last_step} was saved"
-        return resumed, f"publishing {resumed.last_step}: {why}"
+                    return info.place, f"publishing {info.name}: engines had it when {resumed.basename} was saved"
+        return resumed, f"publishing {resumed.basename}: {why}"
 
     def end_follow_up(self, *, wait: bool) -> None:
         """Wait for uploads, pushes and publishes, or only name those that go on until the process ends.
@@ -320,5 +321,5 @@ class RunSaves:
 def _last_checkpoint(run: Place, checkpoint: Place) -> LastCheckpoint:
     text = manifest_text(checkpoint.folder)
     is_inside = checkpoint.beside.identity == run.folder.identity
-    path = checkpoint.last_step if is_inside else str(checkpoint.absolute)
+    path = checkpoint.basename if is_inside else str(checkpoint.absolute)
     return LastCheckpoint(path, text_identity(text.encode()), parse_manifest(text, str(checkpoint)).step)

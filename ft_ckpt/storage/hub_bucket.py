@@ -203,7 +203,7 @@ class HubBucket:
             self.api.download_bucket_files(self.bucket_id, wanted)
 
     def _tree(self, begin: str, *, recursive: bool) -> Iterator[Any]:
-        """What is below the folder `begin`; the Hub lists everything whose path begins so."""
+        """The entries below the folder `begin`; the Hub lists every path with this prefix."""
         try:
             found = self.api.list_bucket_tree(self.bucket_id, begin.rstrip("/") or None, recursive=recursive)
             yield from (each for each in found if each.path.startswith(begin) and each.path != begin)

@@ -15,7 +15,7 @@ from ft_ckpt.storage.proofs import SourceFolder
 from ft_ckpt.storage.read_ahead import LEAST_WHOLE_BYTES, available_bytes, is_cached, read_whole
 from ft_ckpt.storage.store import Readable
 
-_STEP_BYTES = 32 << 20  # digested between two looks at whether the program is to end
+_STEP_BYTES = 32 << 20  # digested at once; the program can be interrupted between
 
 
 @dataclass(eq=False)
@@ -79,7 +79,7 @@ class KeptFile:
 
 @dataclass(frozen=True)
 class KeptStore(SourceFolder):
-    """A folder that keeps the files in memory that `keeping_digest` read."""
+    """A folder that keeps in memory the files that `keeping_digest` has read."""
 
     kept: dict[str, KeptBytes] = field(default_factory=dict)
 

@@ -63,7 +63,7 @@ def open_store(place: str | os.PathLike[str], **options: Any) -> Store:
 
 
 def refuse_secrets(url: str, other_way: str) -> None:
-    """Raise ConfigError for a URL with user info or a signing parameter: errors, logs and marks would repeat it."""
+    """Raise ConfigError for a URL with user info or a signing parameter, which errors, logs and marks would show."""
     if without_secrets(url) != url:
         raise ConfigError(f"{url}: a URL with a key, password or token, which is refused; give it by {other_way}")
 
@@ -117,9 +117,9 @@ class Place:
         return self.folder.parent or self.folder
 
     @property
-    def last_step(self) -> str:
+    def basename(self) -> str:
         """The last component of its name."""
-        return self.name.rpartition("/")[2] or _last_step(self.store)
+        return self.name.rpartition("/")[2] or _basename(self.store)
 
     @property
     def folder(self) -> Store:
@@ -166,7 +166,7 @@ def _parents(place: Place, levels: int) -> Iterator[tuple[Store, str]]:
         above = here.parent
         if above is None:
             return
-        here, name = above, f"{_last_step(here)}/{name}".rstrip("/")
+        here, name = above, f"{_basename(here)}/{name}".rstrip("/")
 
 
 def open_place(place: "str | os.PathLike[str] | Place", **options: Any) -> Place:
@@ -181,7 +181,7 @@ def open_place(place: "str | os.PathLike[str] | Place", **options: Any) -> Place
         return place
     if is_url(place):
         store = open_store(place, **options)
-        return Place(store) if store.parent is None else Place(store.parent, _last_step(store))
+        return Place(store) if store.parent is None else Place(store.parent, _basename(store))
     path = local_path(place)
     if not is_name(path.name):  # the root, "." or ".."
         return Place(LocalStore(path))
@@ -203,7 +203,7 @@ def location_name(location: Path | str) -> str:
     return location.name if isinstance(location, Path) else location.rpartition("/")[2]
 
 
-def _last_step(store: Store) -> str:
+def _basename(store: Store) -> str:
     if isinstance(store, LocalStore):
         return store.folder.absolute().name
     return store.url.rpartition("/")[2]

@@ -120,7 +120,7 @@ def local_folder(place: Place, wanted: Callable[[str], bool] = lambda _: True) -
         yield store.folder
         return
     with temporary_store() as room:
-        copy = room.within(place.last_step)
+        copy = room.within(place.basename)
         for each in store.list():
             if wanted(each.name):
                 with closing(store.open(each.name)) as file:
@@ -197,8 +197,8 @@ def scratch_file(target: Place) -> Iterator[Path]:
             yield stage.store.path(stage.name)
             return
         with temporary_store() as room:
-            yield room.path(stage.last_step)
-            with closing(room.open(stage.last_step)) as opened:
+            yield room.path(stage.basename)
+            with closing(room.open(stage.basename)) as opened:
                 copy_object(opened, stage.store, stage.name)
 
 

@@ -102,16 +102,10 @@ def _restore_on_rank(
 ) -> tuple[RestoreReport, tuple[str, ...]]:
     """Restore this rank's part of the run: its report, and the damage found in files. Collective."""
     held = point.checkpoint
-    items = items_in_saved_order(run.accelerator, run.registered, point.document.get("signatures", {}))
-    items, _, found = walk_run(run.model, items)
-    live = LiveRun(run.accelerator, run.model, items, found, ranks)
-    point, items, judged, notes = fit_point(point, live)
-    live = replace(live, items=items)
+    live, point, misfits, notes = _match_items(run, point, ranks)
     trees, problems = read_rank_state(point.document, point.tensors, ranks)
-    attribute = run.config.attribute
-    compared = [*problems, *find_misfits(live, point)]
-    compared += [*compare_adapters(live, attribute, point), *compare_base(live, attribute, point)]
-    misfits = [*judged, *(outcome for outcome in compared if outcome.status != "restored")]
+    compared = [*problems, *_compare_state(live, run.config.attribute, point)]
+    misfits += [outcome for outcome in compared if outcome.status != "restored"]
     agreed, _ = agree_on_outcomes(ranks, "checking the state of resume()", misfits)
     if allowed is not None:
         _refuse_unknown(allowed, live.items, point, agreed)
@@ -138,14 +132,45 @@ def _restore_on_rank(
         replicas, lost = restore_replicas(live, point)
         more_notes, of_rank = restore_rank_state(run, point.document, point.tensors, ranks, trees)
         run.restore_progress(point.document, held.origin)
-    served = [f"rank(s) {point.served} do not see the checkpoint: rank 0 has read it for them"] if point.served else []
-    differences = (
-        *fingerprint_differences(point.document["fingerprint"], run.current_fingerprint(live.found, ranks, versions)),
-        *changed_flags(point.document, live.found),
-        *lost,
-    )
-    outcomes = [*misfits, *outcomes, *replicas, *of_rank]
-    return RestoreReport(held.location, tuple(outcomes), differences, (*notes, *more_notes, *served), held.requests), ()
+    return RestoreReport(
+        held.location,
+        (*misfits, *outcomes, *replicas, *of_rank),
+        (*_differences(run, live, point, versions), *lost),
+        (*notes, *more_notes, *_note_of_served(point)),
+        held.requests,
+    ), ()
+
+
+def _match_items(
+    run: TrainingRun, point: ResumePoint, ranks: Ranks
+) -> tuple[LiveRun, ResumePoint, list[Restored], tuple[str, ...]]:
+    """The items and tensors of the run; `point` under their names; outcomes known in advance; notes for the report."""
+    items = items_in_saved_order(run.accelerator, run.registered, point.document.get("signatures", {}))
+    items, _, found = walk_run(run.model, items)
+    live = LiveRun(run.accelerator, run.model, items, found, ranks)
+    point, items, outcomes, notes = fit_point(point, live)
+    return replace(live, items=items), point, list(outcomes), notes
+
+
+def _compare_state(live: LiveRun, attribute: str | None, point: ResumePoint) -> list[Restored]:
+    """Compare the items, the adapter settings and the base with those of the checkpoint; overwrites nothing."""
+    return [
+        *find_misfits(live, point),
+        *compare_adapters(live, attribute, point),
+        *compare_base(live, attribute, point),
+    ]
+
+
+def _differences(run: TrainingRun, live: LiveRun, point: ResumePoint, versions: Mapping[str, str]) -> list[str]:
+    """Settings and flags in which the run differs from the one that saved."""
+    fingerprint = run.current_fingerprint(live.found, live.ranks, versions)
+    changed = fingerprint_differences(point.document["fingerprint"], fingerprint)
+    return [*changed, *changed_flags(point.document, live.found)]
+
+
+def _note_of_served(point: ResumePoint) -> list[str]:
+    """A note for the report if rank 0 has read the checkpoint for other ranks."""
+    return [f"rank(s) {point.served} do not see the checkpoint: rank 0 has read it for them"] if point.served else []
 
 
 def _restore_tensors(live: LiveRun, point: ResumePoint, fill_all: Filler, with_weights: bool) -> list[Restored]:

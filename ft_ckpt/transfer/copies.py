@@ -85,7 +85,7 @@ def destination_place(destination: str | os.PathLike[str] | Place, source: Place
     """The place of a copy of `source`: `destination`, or inside it if it ends in a slash; `options`: of its client."""
     place = open_place(destination, **options)
     inside = isinstance(destination, str) and destination.endswith("/")
-    return Place(place.folder, source.last_step) if inside else place
+    return Place(place.folder, source.basename) if inside else place
 
 
 def copy_open(
@@ -125,7 +125,7 @@ def copy_open(
     may_replace = overwrite or is_same_copy(manifest_at(goal), manifest)
     if not may_replace:
         _refuse_occupied(goal)
-    label = f"copying {goal.last_step}"
+    label = f"copying {goal.basename}"
     listed = held.store if isinstance(held.store, LocalStore) else held.origin
     access = source_access(Place(listed, MANIFEST_NAME), Place(held.origin), goal)  # each file keeps its own
     with (

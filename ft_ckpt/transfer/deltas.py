@@ -104,7 +104,7 @@ def append_checkpoint(checkpoint: Place, chain: Place, anchor_every: int) -> App
     begun = time.monotonic()
     with open_checkpoint(checkpoint, compares=False) as held:
         manifest = replace(weights_manifest(held.manifest), export=held.manifest.export, token=None)
-        goal = Place(chain.folder, Place(held.origin).last_step)
+        goal = Place(chain.folder, Place(held.origin).basename)
         full_bytes = sum(file.size_bytes for file in manifest.files)
 
         def report(written: Manifest, *, is_new: bool) -> AppendReport:
@@ -113,7 +113,7 @@ def append_checkpoint(checkpoint: Place, chain: Place, anchor_every: int) -> App
             return AppendReport(goal.location, kind, written.delta.get("base"), is_new, size, full_bytes, seconds)
 
         entries = _entries(chain)
-        there = next((info.manifest for info in entries if info.name == goal.last_step), None)
+        there = next((info.manifest for info in entries if info.name == goal.basename), None)
         if there is not None and _content_of(there) == content_digest(manifest):
             return report(there, is_new=False)
         _refuse_older(entries, CheckpointInfo(goal.folder, manifest))
@@ -335,14 +335,14 @@ def open_whole(entry: OpenCheckpoint, near: Store | None = None) -> Iterator[Ope
 
 def _whole_store(entries: list[OpenCheckpoint], manifest: Manifest, near: Store | None, stack: ExitStack) -> Store:
     """The files of the checkpoint that the last of `entries` stands for; those it is based on are appended to them."""
-    entry, name = entries[-1], Place(entries[-1].origin).last_step
+    entry, name = entries[-1], Place(entries[-1].origin).basename
     there = _place_near(near, name, content_digest(manifest))
     if there is not None and there.folder.identity != entry.origin.identity:
         return stack.enter_context(open_checkpoint(there, compares=False)).store
     if not entry.manifest.delta:
         return entry.store
     base = entry.manifest.delta["base"]
-    if any(Place(each.origin).last_step == base for each in entries):
+    if any(Place(each.origin).basename == base for each in entries):
         raise CorruptError(f"{entry.location}: based on {base}, which is based on it")
     try:
         place = Place(Place(entry.origin).beside.within(base))

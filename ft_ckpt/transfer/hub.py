@@ -82,7 +82,7 @@ class HubPlace:
         return f"{self.folder}/{name}" if self.folder else name
 
     def names_below(self, paths: list[str]) -> list[str]:
-        """Those `paths` of the repository that are in this folder, relative to it."""
+        """The `paths` of the repository that are in this folder, relative to it."""
         start = f"{self.folder}/" if self.folder else ""
         return [path[len(start) :] for path in paths if path.startswith(start)]
 

@@ -1,8 +1,8 @@
 """Sends checkpoints into storage buckets of the Hugging Face Hub, and makes such buckets.
 
-A bucket takes files in batches, each of which may be done in part, and has no conditional writes. So the files come in
-one batch, are compared by their Xet hashes with the ones that were read here, and the manifest follows on its own. A
-mark, see `guards`, tells other senders, and what a killed one has left. Files that are there already stay.
+A bucket takes files in batches, each of which may be done in part, and has no conditional writes. So the files are
+sent in one batch and compared by their Xet hashes with the local files; the manifest follows alone. A mark (see
+`guards`) tells other senders, and identifies what a killed sender has left. Files that are already there stay.
 """
 
 import time
@@ -58,7 +58,7 @@ def _find_or_make(bucket: HubBucket, *, private: bool) -> bool:
 
 @dataclass(frozen=True)
 class _Content:
-    """What is to be in the bucket."""
+    """The checkpoint that the bucket is to hold."""
 
     manifest: Manifest
     hashes: dict[str, str]  # Xet hash of each file

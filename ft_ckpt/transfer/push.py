@@ -1,7 +1,7 @@
 """Push and pull: the kinds of places by URL scheme, and the queue of pushes."""
 
 import atexit
-import concurrent.futures.thread  # noqa: F401 - what is registered below must come after what this registers
+import concurrent.futures.thread  # noqa: F401 - the exit hook below must be registered after the hook of this module
 import importlib
 import os
 import threading
@@ -31,7 +31,7 @@ class PendingPush:
     path: Path | str
     """The checkpoint that is pushed: its path, or its URL."""
     url: str
-    """Where to."""
+    """The URL of its destination."""
     future: "Future[PushReport]"
     """Resolves to the report."""
 
@@ -128,7 +128,7 @@ def wait_for_pushes(pushes: Sequence[PendingPush]) -> None:
 def warn_of_unpushed(pushes: Sequence[PendingPush]) -> None:
     """Warn of pushes that have not ended."""
     if left := [f"{push.path} to {push.url}" for push in pushes if not push.done]:
-        warn(f"{listing(left)}: not pushed yet; `ft-ckpt push` does it again", stacklevel=3)
+        warn(f"{listing(left)}: not pushed yet; run `ft-ckpt push` to try again", stacklevel=3)
 
 
 def _end_failed(push: PendingPush, error: BaseException) -> None:
@@ -194,7 +194,7 @@ def push(
 
 
 def push_now(checkpoint: Checkpoint, destination: str | Place, options: PushOptions) -> PushReport:
-    """As `push`, with its options in one object."""
+    """Like `push`, with the options in one object."""
     sender = _module_for(destination)
     sender.destination_url(destination, options)
     with open_checkpoint(_place_for(sender, checkpoint), compares=False) as held:
@@ -244,7 +244,7 @@ def pull(
     when the cache exceeds 200 GB, or FT_CKPT_CACHE_SIZE; none that was pulled within the hour, is pinned or in use.
 
     Raises ConfigError for an invalid source, MissingError when there is no such repository, revision or folder,
-    NotACheckpointError when nothing is committed there in a bucket, UnreadableError when the Hub is not reached,
+    NotACheckpointError when the bucket has no committed checkpoint there, UnreadableError when the Hub is not reached,
     CorruptError or ManifestError when files and manifest differ, or entries of a chain are missing, NameTakenError when
     `folder` is taken, TargetError or NoSpaceError when it cannot be written.
     """
@@ -273,5 +273,5 @@ def _module_for(place: str | Place) -> ModuleType:
         return importlib.import_module("ft_ckpt.transfer.buckets")
     if scheme not in _MODULES:
         known = ", ".join(f"{each}://" for each in _MODULES)
-        raise ConfigError(f"{place}: {scheme}:// is no place to send to or fetch from; expected {known}")
+        raise ConfigError(f"{place}: {scheme}:// an unknown scheme; expected {known}")
     return importlib.import_module(_MODULES[scheme])

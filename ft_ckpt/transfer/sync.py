@@ -47,7 +47,7 @@ from ft_ckpt.transfer.push import PendingPush, PushQueue
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What `sync` did, or would do in a dry run; checkpoints go by their names in the folder of the run."""
+    """The outcome of `sync`, or of its dry run. Checkpoints are named as in the folder of the run."""
 
     missing: tuple[str, ...]
     """Checkpoints that the destination lacked, or had from an older save of the same step; newest first."""
@@ -258,7 +258,7 @@ class RunUploads:
 
         The handle raises NotACheckpointError when `terms.keep` has deleted it before that.
         """
-        push = PendingPush(checkpoint.location, _place_in(self.bucket, checkpoint.last_step).folder.url, Future())
+        push = PendingPush(checkpoint.location, _place_in(self.bucket, checkpoint.basename).folder.url, Future())
         with self._change:
             self._waiting = [*(each for each in self._waiting if not each.done), push]
         self.begin_round(terms)
@@ -347,7 +347,7 @@ class RunUploads:
         with suppress(CheckpointError, OSError):
             missing = self._listed_without(self._known_there)
             return {info.name: one.problems.get(info.name, one.ended_by) for info in missing}
-        return {self.staging.last_step: one.ended_by}
+        return {self.staging.basename: one.ended_by}
 
     def _listed_without(self, known: Collection[str]) -> list[CheckpointInfo]:
         """The checkpoints now in the staging folder, newest first, without those that are `known`."""

@@ -406,7 +406,7 @@ def test_verify_of_a_foreign_folder(foreign):
     answer = ft_ckpt_alone("verify", foreign)
     assert (answer.returncode, "torch" in answer.stderr.split()) == (0, False)
     assert answer.stdout.startswith(f"{foreign}: ok, 2 files, ")
-    assert answer.stdout.endswith("; headers and indexes hold together, values were not compared\n")
+    assert answer.stdout.endswith("; headers and indexes are consistent, values were not compared\n")
     assert ft_ckpt("verify", foreign / "model-00001-of-00002.safetensors").returncode == 0
 
 

@@ -158,7 +158,7 @@ def test_open_store(tmp_path):
 def test_a_url_leads_into_its_bucket(monkeypatch):
     pytest.importorskip("obstore")
     place = open_place("memory://here/runs/sft/")
-    assert (str(place), place.name, place.last_step) == ("memory://here/runs/sft", "sft", "sft")
+    assert (str(place), place.name, place.basename) == ("memory://here/runs/sft", "sft", "sft")
     assert place.location == "memory://here/runs/sft"
     place.folder.write("a", b"x")
     assert open_store("memory://here/runs").read("sft/a") == b"x", "a bucket has one client"
