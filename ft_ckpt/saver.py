@@ -22,7 +22,7 @@ from ft_ckpt.messages import LOG
 from ft_ckpt.model.adapters import has_adapters
 from ft_ckpt.model.entries import Merged
 from ft_ckpt.model.parts import Attribute, is_of_adapters, model_inside
-from ft_ckpt.saving.background import BackgroundSaver, PendingSave, as_in_training
+from ft_ckpt.saving.background import PendingSave, SaveRunner, as_in_training
 from ft_ckpt.saving.execute import SaveReport
 from ft_ckpt.saving.follow_up import SaveHook, make_follow_up
 from ft_ckpt.saving.merge_files import MergeRequest, ask_merged, is_plain_merge
@@ -76,7 +76,7 @@ class CheckpointSaver:
             check_companions(wrappers.unwrap(model), tokenizer, self.config.chat_template_name if tokenizer else None)
         self._run = TrainingRun(accelerator, self.config)
         self._epochs: int | None = None  # argument of `remaining`
-        self._pending = BackgroundSaver(self._run)
+        self._pending = SaveRunner(self._run)
         follow_up, is_rehearsal = make_follow_up(on_saved, self._places, self.config), self._rehearsal is not None
         self._saves = RunSaves(self._run, self._pending, self._places, tokenizer, is_rehearsal, follow_up)
         self._run.check_objects()

@@ -377,18 +377,18 @@ class PendingSave:
         return self.future.result(timeout)
 
 
-class BackgroundSaver:
+class SaveRunner:
     """The saves of one saver, in the foreground or with one in flight in the background."""
 
-    def __init__(self, of: TrainingRun) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self.before: History | None = None  # of the run before the save in flight, if that saves its state
-        self._of = of
+        self._run = run
         self.snapshot = Snapshot()
         self._worker = Worker()
         self._channel = ""
         self._steps_in_flight = 0
         self._shared = SharedFolders()
-        if of.config.background:
+        if run.config.background:
             load_conversion_table()
 
     def save(self, config: SaverConfig, make: Callable[[], SaveRequest], then: AfterSave) -> SaveReport | PendingSave:
@@ -479,7 +479,7 @@ class BackgroundSaver:
 
     def _plan_snapshot(self, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> tuple[SavePlan, CopyPlan]:
         """The plan and its copies. The next step of the run's optimizers waits for the copies from here on."""
-        steppers = {} if request.adapter_only else _hooked_optimizers(self._of)
+        steppers = {} if request.adapter_only else _hooked_optimizers(self._run)
         self.snapshot.watch_optimizers(steppers)
         plan = plan_save(request, ranks, config)
         return plan, plan_copies(plan, request, ranks, config, ids_changed_by_steps(steppers))
@@ -489,9 +489,9 @@ class BackgroundSaver:
         before, self.before = self.before, None
         report, error = try_action(self._worker.take_result)
         if before is not None and error is not None:
-            self._of.history = replace(self._of.history, best=before.best, saves=before.saves)
+            self._run.history = replace(self._run.history, best=before.best, saves=before.saves)
         elif before is not None:
-            self._of.history = after_commit(self._of.history, report.seconds, report.bytes)
+            self._run.history = after_commit(self._run.history, report.seconds, report.bytes)
         if error is not None:
             raise error
         return report  # type: ignore[no-any-return]  # `try_action` takes any function
@@ -518,9 +518,9 @@ class BackgroundSaver:
             self.snapshot.close()
 
 
-def _hooked_optimizers(of: TrainingRun) -> dict[torch.optim.Optimizer, list[Tensor]]:
+def _hooked_optimizers(run: TrainingRun) -> dict[torch.optim.Optimizer, list[Tensor]]:
     """The optimizers that call a hook before they step, each with the further tensors that its steps change."""
-    items = optimizers_among(run_items(of.accelerator, of.registered))
+    items = optimizers_among(run_items(run.accelerator, run.registered))
     optimizers = [kind.hooked_optimizer(optimizer) for _, kind, optimizer in items]
     return {
         optimizer: further

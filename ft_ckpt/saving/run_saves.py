@@ -17,7 +17,7 @@ from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, listing
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.model.parts import is_adapter_run
-from ft_ckpt.saving.background import BackgroundSaver, PendingSave, as_in_training
+from ft_ckpt.saving.background import PendingSave, SaveRunner, as_in_training
 from ft_ckpt.saving.execute import SaveReport, report_differences
 from ft_ckpt.saving.follow_up import AfterSave, FollowUp
 from ft_ckpt.saving.plan import library_versions, request_of
@@ -40,7 +40,7 @@ class RunSaves:
     """The saves of one run by one saver. Every method is collective."""
 
     run: TrainingRun
-    pending: BackgroundSaver
+    pending: SaveRunner
     places: RunPlaces
     tokenizer: Any
     is_rehearsal: bool
