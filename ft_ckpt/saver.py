@@ -70,7 +70,7 @@ class CheckpointSaver:
             directory, self.config = self._rehearsal.directory, replace(self.config, staging=None, publish=None)
         self.accelerator = accelerator
         self.tokenizer = tokenizer
-        self._places = open_run_places(directory, self.config, lambda: self._current_ranks().leads)
+        self._places = open_run_places(directory, self.config, lambda: self._current_ranks().is_main)
         for model in getattr(accelerator, "_models", None) or ():
             # A template takes its tokens from the tokenizer, which may only come with the call of save().
             check_companions(wrappers.unwrap(model), tokenizer, self.config.chat_template_name if tokenizer else None)
@@ -188,7 +188,7 @@ class CheckpointSaver:
         place = (saved.result() if isinstance(saved, PendingSave) else saved).place
         ranks = self._current_ranks()
         report: PublishReport | None
-        report, error = ranks.attempt(lambda: publish_with(place, *goal) if ranks.leads else None)
+        report, error = ranks.attempt(lambda: publish_with(place, *goal) if ranks.is_main else None)
         ranks.agree("saver.publish()", error=error)
         if report is not None:
             self._run.published = report.version
@@ -255,7 +255,7 @@ class CheckpointSaver:
         feed = self.place_in(loader, replay)
         self._epochs = epochs or self._epochs
         is_done = epochs is not None and feed.epoch >= epochs and self._run.resumed_from is not None
-        if is_done and self._current_ranks().leads:
+        if is_done and self._current_ranks().is_main:
             LOG.info("the run is finished: %d of %d epochs are done", feed.epoch, epochs)
         while epochs is None or feed.epoch < epochs:
             # Again, because the run may have been rolled back.
@@ -292,8 +292,8 @@ class CheckpointSaver:
         self._run.note_step(step, given)
         report = self._saves.save_if_due(given)
         if self._rehearsal is not None:
-            save, leads = lambda path: self.save_state(path=path, metrics=given), self._current_ranks().leads
-            self._rehearsal.record_step(self._run.step, given, report is not None, leads, save)
+            save, is_main = lambda path: self.save_state(path=path, metrics=given), self._current_ranks().is_main
+            self._rehearsal.record_step(self._run.step, given, report is not None, is_main, save)
         return report
 
     @as_in_training
@@ -356,10 +356,10 @@ class CheckpointSaver:
         self._saves.upload_leftovers()
         self._saves.publish_resumed()
         self._saves.reopen_session()
-        progress, leads = self._run.progress, self._current_ranks().leads
-        if leads and progress.resumed_from is None:
+        progress, is_main = self._run.progress, self._current_ranks().is_main
+        if is_main and progress.resumed_from is None:
             LOG.info("a fresh start: nothing was resumed from %s", self.directory)
-        elif leads:
+        elif is_main:
             name, counts = PurePath(progress.resumed_from or "").name, (progress.step, progress.epoch, progress.batch)
             LOG.info("resumed from %s (step %d, epoch %d, batch %d)", name, *counts)
         return progress

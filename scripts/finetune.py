@@ -131,9 +131,9 @@ def training(
     On rank 0 the loss appears in a progress bar when the output is a terminal, else on a line every --log-every steps;
     with --losses every step's is appended to a file.
     """
-    leads = learner.accelerator.is_main_process
-    bar = leads and sys.stdout.isatty()
-    with Progress(disable=not bar) as progress, log_of(args.losses if leads else None) as log:
+    is_main = learner.accelerator.is_main_process
+    bar = is_main and sys.stdout.isatty()
+    with Progress(disable=not bar) as progress, log_of(args.losses if is_main else None) as log:
         task = progress.add_task("training", total=args.steps, completed=saver.progress.step)
         while saver.progress.step < args.steps:
             for batch in saver.remaining(loader):
@@ -141,7 +141,7 @@ def training(
                 step = saver.progress.step + 1
                 log.write(f"{step} {loss!r}\n")
                 progress.update(task, advance=1, description=f"loss {loss:.3f}")
-                if leads and not bar and (step in (1, args.steps) or (args.log_every and step % args.log_every == 0)):
+                if is_main and not bar and (step in (1, args.steps) or (args.log_every and step % args.log_every == 0)):
                     print(f"step {step}/{args.steps} loss {loss:.3f}", flush=True)
                 report = saver.step({"loss": loss})
                 if report is not None:

@@ -18,8 +18,8 @@ from ft_ckpt.storage.trials import IF_NEW, try_place
 _QUICK_TRIALS = {IF_NEW, "reading ranges", "listing at once"}
 
 
-def check_directory(directory: Place, config: SaverConfig, *, leads: bool) -> None:
-    """Refuse a directory that checkpoints cannot be saved in. A bucket is tried by rank 0, which `leads`.
+def check_directory(directory: Place, config: SaverConfig, *, is_main: bool) -> None:
+    """Refuse a directory that checkpoints cannot be saved in. Only rank 0 (`is_main`) tries a bucket.
 
     Raises ConfigError for settings that cannot work there, and what `commit.check_target` and `try_bucket` raise.
     """
@@ -34,7 +34,7 @@ def check_directory(directory: Place, config: SaverConfig, *, leads: bool) -> No
             f"name_template={config.name_template!r}: saves replace each other, which in a bucket takes "
             "overwrite=True; give each a name of its own by {step}"
         )
-    if leads:
+    if is_main:
         try_bucket(store)
 
 
@@ -95,9 +95,9 @@ class RunPlaces:
 
 
 def open_run_places(
-    directory: str | os.PathLike[str] | Place | None, config: SaverConfig, leads: Callable[[], bool]
+    directory: str | os.PathLike[str] | Place | None, config: SaverConfig, is_main: Callable[[], bool]
 ) -> RunPlaces:
-    """The folders of a run, each tested; a bucket by a real write of the rank that `leads`.
+    """The folders of a run, each tested; a bucket by a real write of rank 0.
 
     Raises ConfigError for settings that cannot work there, or a staging folder of another run, and what
     `check_directory` raises.
@@ -109,12 +109,12 @@ def open_run_places(
     place = open_place(directory, **config.client_options)
     if config.staging is not None and isinstance(place.folder, LocalStore):
         raise ConfigError(f"staging={str(config.staging)!r}: {place} is on a disk itself; leave staging out")
-    check_directory(place, config, leads=leads())
+    check_directory(place, config, is_main=is_main())
     if config.staging is None:
         return RunPlaces(place)
     staging = open_place(config.staging).absolute
     commit.check_target(folder_of(staging.folder), 0)
-    if leads():
+    if is_main():
         _claim_staging(staging, place)
     return RunPlaces(place, staging)
 

@@ -321,7 +321,7 @@ def broadcast_tensors(plan: _BroadcastPlan, ranks: Ranks) -> None:
     import torch.distributed as dist
 
     room = plan.room
-    feed = _PieceFeed(_stored_pieces(plan.common)) if ranks.leads else None
+    feed = _PieceFeed(_stored_pieces(plan.common)) if ranks.is_main else None
     own_error = None
     for bucket in plan.buckets:
         size, error = bucket[-1].stop, None

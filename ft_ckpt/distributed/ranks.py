@@ -71,14 +71,14 @@ class Ranks:
     polled_at: float = 0.0  # for failure reports
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
 
     @property
     def shows(self) -> bool:
         """Whether this rank shows progress and warnings: rank 0, outside of background threads."""
-        return self.leads and not self.channel
+        return self.is_main and not self.channel
 
     def agree(
         self,
@@ -110,7 +110,7 @@ class Ranks:
             self._check_failures()
             self._put_value(f"{self.rounds}/{self.rank}", own)
             values: Values = ()
-            if self.leads:
+            if self.is_main:
                 found, values = self._collect_entries(what, same, limit, decide)
             else:
                 found = self._await_verdict(what, limit)

@@ -182,7 +182,7 @@ def from_state_dict(
     Only rank 0's dict is read. Raises IncompleteError naming every entry that is missing, unexpected, or of another
     shape or dtype.
     """
-    if not ranks.leads:
+    if not ranks.is_main:
         return {n: replace(source, sharding=OwnedSharding(source.shape, 0)).holding(None) for n, source in live.items()}
     tied: dict[int, list[str]] = {}
     for name, source in live.items():

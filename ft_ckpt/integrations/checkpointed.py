@@ -145,7 +145,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def _load_best_model(self) -> None:
         path, ranks = Path(self.state.best_model_checkpoint), self.__current_ranks()
-        ours, error = try_action(lambda: ranks.leads and has_our_state(path))
+        ours, error = try_action(lambda: ranks.is_main and has_our_state(path))
         if not ranks.agree("the best model", {"ours": ours}, error).result["ours"]:
             return super()._load_best_model()  # type: ignore[no-any-return]  # transformers is not typed
         load_best_weights(self.model_wrapped, path, self.ft_ckpt.config.verify_resume, ranks)

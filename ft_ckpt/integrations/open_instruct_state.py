@@ -79,7 +79,7 @@ def load_checkpoint_state(engine: Any, checkpoint_state_dir: str | Path, client:
     generators, error = ranks.attempt(lambda: _restore_generators(found, ranks.rank))
     items, _ = agree_on_outcomes(ranks, "random numbers", [*outcomes, *([generators] if generators else [])], 0, error)
     report = RestoreReport(folder / tag, items, notes=(_IN_FLIGHT,))
-    if report.problems and ranks.leads:
+    if report.problems and ranks.is_main:
         warn(f"{report.path}: {listing(list(report.problems))}", stacklevel=2)
     return report
 

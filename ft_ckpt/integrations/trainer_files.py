@@ -71,7 +71,7 @@ def chosen_by(ranks: Ranks, wanted: str, folder: Path, deep: bool) -> ChosenChec
     """
 
     def find_on_leader() -> dict[str, Any]:
-        path = _wanted_checkpoint(wanted, folder, deep) if ranks.leads else None
+        path = _wanted_checkpoint(wanted, folder, deep) if ranks.is_main else None
         if path is None:
             return {}
         ours = has_our_state(path)
@@ -152,7 +152,7 @@ def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) ->
 
 def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: ExitStack) -> None:
     def open_best() -> ResumePoint | None:
-        if not ranks.leads:
+        if not ranks.is_main:
             return None
         held = stack.enter_context(open_checkpoint(path, compares=False))
         if problems := held.find_problems(deep, keep=held.tensor_files):

@@ -99,7 +99,7 @@ class BaseWatch:
         if asked:
             self.refuse_changed(model, ranks.rank)
             raise SelectionError(f"{_changed_text(names)} on other ranks; save with adapter_only=False")
-        if ranks.leads:
+        if ranks.is_main:
             warn(f"{_changed_text(names)}: it is saved with the adapters", stacklevel=5)
         return False
 

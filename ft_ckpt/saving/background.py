@@ -290,7 +290,7 @@ def _written_here(plan: SavePlan, ranks: Ranks) -> Iterator[Source]:
         return
     for share in files.divide_files(plan.plans, ranks.size):
         for entry, cuts in zip(share.entries, share.cuts, strict=True):
-            mine = ranks.leads if cuts is None else any(chunk_of_rank(cut, ranks.rank) for cut in cuts)
+            mine = ranks.is_main if cuts is None else any(chunk_of_rank(cut, ranks.rank) for cut in cuts)
             yield from entry.sources if mine else ()
 
 

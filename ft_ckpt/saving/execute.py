@@ -120,7 +120,7 @@ def run_save(
                 request, staged.plan, staged.staging, agreed.stage, agreed.offers, agreed.state_dict, ranks, config,
                 shared, staged.files,
             )  # fmt: skip
-            if job.state_dict and not ranks.leads:  # a gather that made the dict leaves other ranks with {} or None
+            if job.state_dict and not ranks.is_main:  # a gather that made the dict leaves other ranks with {} or None
                 written, error = {}, None
             else:
                 written, error = ranks.attempt(explained(request.target)(partial(write_tensors, job)))
@@ -284,7 +284,7 @@ def _commit_on_all(
         seconds=time.monotonic() - begun,
         target=request.target,
     )
-    if ranks.leads:
+    if ranks.is_main:
         LOG.info("saved %s: %s in %.2f s", request.target.basename, human_size(report.bytes), report.seconds)
         for note in report.notes:
             LOG.info("%s: %s", request.target.basename, note)

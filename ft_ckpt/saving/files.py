@@ -339,11 +339,11 @@ def _own_regions(share: Share, ranks: Ranks, bucket_bytes: int) -> Iterator[Regi
                 at = region.start + region.size_bytes
             continue
         for entry, cuts, spec, start in group:
-            if ranks.leads:
+            if ranks.is_main:
                 yield from _header_regions(share.file, at, start)
             at = start + spec.size_bytes
             yield from _tensor_regions(entry, cuts or (), ranks.rank)
-    if ranks.leads:
+    if ranks.is_main:
         yield from _header_regions(share.file, at, share.file.layout.size_bytes)
 
 

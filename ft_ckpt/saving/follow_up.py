@@ -59,7 +59,7 @@ class FollowUp:
 
     def plan(
         self,
-        leads: bool,
+        is_main: bool,
         *,
         prune: Callable[[Place], None] | None = None,
         terms: UploadTerms | None = None,
@@ -76,15 +76,15 @@ class FollowUp:
             if prune is not None:
                 with nullcontext() if self.uploads is None else self.uploads.sweeping:
                     prune(report.place)
-            if leads and terms is not None and self.uploads is not None and self.uploads.takes(report.place):
+            if is_main and terms is not None and self.uploads is not None and self.uploads.takes(report.place):
                 report = replace(report, upload=self.uploads.begin_upload(report.place, terms))
-            if leads and push_to is not None:
+            if is_main and push_to is not None:
                 push = begin_push(report.place, push_to, PushOptions(base_id=base_id))
                 self.pushes.append(push)
                 report = replace(report, push=push)
-            if leads and publishes and self.publisher is not None:
+            if is_main and publishes and self.publisher is not None:
                 report = replace(report, publish=self.publisher.begin(report.place))
-            for hook in self.hooks if leads else ():
+            for hook in self.hooks if is_main else ():
                 _call_hook(hook, report)
             return report
 

@@ -258,7 +258,7 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], document: Doc
     `document` is the state of a run. Raises CompanionError when tokenizer, config and model do not fit, ConfigError for
     extra files outside the folder.
     """
-    if not ranks.leads:
+    if not ranks.is_main:
         return Companions()
     extras = _encode_extra_files(request.extra_files, {file.path for one in plans for file in one.files})
     described = [one.part for one in plans if one.part.kind in ("model", "adapter")]

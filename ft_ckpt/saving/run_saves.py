@@ -169,7 +169,7 @@ class RunSaves:
         else:
             name = self.run.config.name_template.format(step=step, epoch=self.run.feeds.epochs_ended)
             target = Place(self.places.target.folder, name)
-        if self._current_ranks().leads:
+        if self._current_ranks().is_main:
             # A rehearsal runs one script several times in one folder, on purpose.
             is_run = path is None and has_state and not self.is_rehearsal
             refuse_replacing(target, has_state, self.run.own_ids if is_run else None)
@@ -179,14 +179,14 @@ class RunSaves:
         self, *, prunes: bool = False, push_to: str | Place | None = None, base_id: str | None = None
     ) -> AfterSave:
         """The follow-up of a save that is made now."""
-        leads, prune = self._current_ranks().leads, None
+        is_main, prune = self._current_ranks().is_main, None
         if prunes:
-            directory = self.places.target if leads else None
+            directory = self.places.target if is_main else None
             prune = partial(prune_after_save, directory, self.run.config.keep, self.run.run_id, self._protected_paths())
         terms = self._upload_terms()
         return self.follow_up.plan(
-            leads, prune=prune, terms=terms, push_to=push_to, base_id=base_id, publishes=prunes,
-            committed=self._note_committed if leads and prunes else None,
+            is_main, prune=prune, terms=terms, push_to=push_to, base_id=base_id, publishes=prunes,
+            committed=self._note_committed if is_main and prunes else None,
         )  # fmt: skip
 
     def invite(self, writers: Mapping[str, bool], allow: Iterable[str], timeout_seconds: float) -> str:
@@ -199,7 +199,7 @@ class RunSaves:
         self.invited = writers, timeout_seconds
 
         def open_on_leader() -> str:
-            if not ranks.leads:
+            if not ranks.is_main:
                 return ""
             self.end_session()
             start = self.last_saved or self.run.resumed_from
@@ -235,7 +235,7 @@ class RunSaves:
 
     def upload_leftovers(self) -> None:
         """Upload checkpoints that earlier processes have left in the staging folder."""
-        if self.follow_up.uploads is not None and self._current_ranks().leads:
+        if self.follow_up.uploads is not None and self._current_ranks().is_main:
             self.follow_up.uploads.begin_round(self._upload_terms())
 
     def publish_resumed(self) -> None:
@@ -246,10 +246,10 @@ class RunSaves:
 
         def publish_on_leader() -> str:
             place, note = resumed, ""
-            if ranks.leads and publisher.after_resume == "published":
+            if ranks.is_main and publisher.after_resume == "published":
                 place, note = self._last_published(resumed)
                 LOG.info("%s", note)
-            if ranks.leads:
+            if ranks.is_main:
                 publisher.begin(place).wait()
             return note
 
@@ -292,7 +292,7 @@ class RunSaves:
         uploads, ranks = self.follow_up.uploads, self._current_ranks()
         if uploads is None:
             return
-        left, error = ranks.attempt(lambda: uploads.finish(seconds) if ranks.leads else "")
+        left, error = ranks.attempt(lambda: uploads.finish(seconds) if ranks.is_main else "")
         if left and seconds is None and self.run.config.on_failure == "raise":
             error = TargetError(left)
         elif left:

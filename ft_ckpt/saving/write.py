@@ -53,7 +53,7 @@ def prepare_stage(
 
     It also gets the frozen files of earlier checkpoints, except those known to have `changed`.
     """
-    if not ranks.leads:
+    if not ranks.is_main:
         return StagedSave(plan)
     contents = sorted(plan.companions.contents().items())
     opened = staging.open_staging_at(
@@ -185,7 +185,7 @@ def _write_whole_files(job: SaveJob, untied: list[tuple[Source, Source]]) -> lis
     nonfinite: set[str] | None = set() if config.nonfinite == "raise" else None
     way = GatherWay(job.ranks, config.bucket_bytes, nonfinite=nonfinite)
     store = job.request.target.folder if job.staging is None else job.staging.store
-    if ranks.leads:
+    if ranks.is_main:
         _refuse_untied(untied)
     regions = _regions_here(files, writers, way)
     total = sum(file.layout.size_bytes for file in mine)
@@ -277,7 +277,7 @@ def all_ranks_see(store: Store, ranks: Ranks) -> bool:
     """
     token = uuid.uuid4().hex
     name = f"{_PROBE}-{token}"
-    _, error = try_action(lambda: store.write(name, token.encode()) if ranks.leads else None)
+    _, error = try_action(lambda: store.write(name, token.encode()) if ranks.is_main else None)
     probe = ranks.agree("the files of save()", {"folder": store.url, "name": name, "token": token}, error).result
     there = LocalStore(Path(probe["folder"])) if isinstance(store, LocalStore) else store
     try:
@@ -285,7 +285,7 @@ def all_ranks_see(store: Store, ranks: Ranks) -> bool:
     except CorruptError:  # absent, or another file
         sees = {"sees": False}
     all_see = ranks.agree("the look at the files of save()", sees, decide=lambda values: all(v["sees"] for v in values))
-    if ranks.leads:
+    if ranks.is_main:
         store.delete([name])
     return bool(all_see.result)
 
@@ -295,7 +295,7 @@ def _write_on_all_ranks(job: SaveJob, shares: list[files.Share], untied: list[tu
     config, ranks, tuning = job.config, job.ranks, saver_tuning(job.config)
     store = stage_store(Path(str(job.stage)), tuning.direct_bytes)
     _refuse_untied(untied)
-    if ranks.leads:  # reserves the space of all files before a byte is written
+    if ranks.is_main:  # reserves the space of all files before a byte is written
         for share in shares:
             store.allocate(share.file.path, share.file.layout.size_bytes)
     with Writer(tuning) as writer:

@@ -245,10 +245,10 @@ _WORTH_SHOWING_BYTES = 64 << 20
 
 @contextmanager
 def track_progress(
-    total_bytes: int, label: str, leads: bool
+    total_bytes: int, label: str, is_main: bool
 ) -> Iterator[Callable[[Iterable[Region]], Iterator[Region]]]:
     """Yield a function that passes regions on unchanged and shows their bytes in one bar on rank 0's terminal."""
-    with track_bytes(total_bytes if leads else 0, label) as advance:
+    with track_bytes(total_bytes if is_main else 0, label) as advance:
 
         def track_regions(regions: Iterable[Region]) -> Iterator[Region]:
             for region in regions:

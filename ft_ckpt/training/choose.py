@@ -506,7 +506,7 @@ def choose_checkpoint(wanted: Wanted, ranks: Ranks, stack: ExitStack) -> tuple[R
     Also returns the id of the new run if the resume branches off, see `branch_run_id`. Raises what `open_chosen`
     raises, RankError if another rank failed.
     """
-    chosen, error = ranks.attempt(lambda: _choose_and_open(wanted, stack) if ranks.leads else None)
+    chosen, error = ranks.attempt(lambda: _choose_and_open(wanted, stack) if ranks.is_main else None)
     point, choice = chosen or (None, {"facts": None, "branch": None, "late": False})
     choice = ranks.agree("resume()", {"mode": str(wanted.mode), **choice}, error, same=("mode",)).result
     if choice["facts"] is None:

@@ -210,7 +210,7 @@ def exchange_facts(
         {**one, **more} for one, more in zip(trees, further or values_of_runs(agreed.result["own"]), strict=True)
     ]
     merged = agreed.result["items"]
-    own_trees = {name: items[name] for name, fact in merged.items() if ranks.leads and "leaves" in fact}
+    own_trees = {name: items[name] for name, fact in merged.items() if ranks.is_main and "leaves" in fact}
     return {**items, **merged, **own_trees}, together
 
 

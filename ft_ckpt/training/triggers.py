@@ -113,11 +113,11 @@ class Recorder:
         number: int,
         metrics: Mapping[str, Any],
         is_saved: bool,
-        leads: bool,
+        is_main: bool,
         save: Callable[[Path | None], object],
     ) -> None:
         """Record the step; after the last one save, and end the process (SystemExit). On every rank."""
-        if leads:
+        if is_main:
             digest = None if self._batches is None else self._batches.hexdigest()
             exact = {name: float(value).hex() for name, value in metrics.items()}
             record, line = Path(self._rehearsal.record), json.dumps(asdict(Step(number, exact, digest))) + "\n"

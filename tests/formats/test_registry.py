@@ -80,7 +80,7 @@ def test_a_new_format_is_converted_from_and_to(tiny, tmp_path):
 def test_a_format_that_is_not_registered_is_refused():
     with pytest.raises(ConfigError, match="'tiny': expected one of safetensors, h5, dual"):
         CheckpointSaver(format="tiny")
-    with pytest.raises(ConfigError, match="format 'tiny': one of safetensors, h5, dual, torch"):
+    with pytest.raises(ConfigError, match="format 'tiny': expected one of safetensors, h5, dual, torch"):
         ft_ckpt.save({}, "x", "tiny")
     with pytest.raises(ConfigError, match="format='tiny': expected one of safetensors, h5, dual, torch, tensor"):
         ft_ckpt.convert("x", "y", format="tiny")

@@ -58,7 +58,7 @@ def load_libraries() -> None:
 
 
 def serve(waiting: socket.socket) -> None:
-    """Answer each process that connects, in a fork of this one, until the input ends with the process that opened it."""
+    """Answer each process that connects, in a fork, until the input ends with the process that has opened it."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     while sys.stdin not in select.select([waiting, sys.stdin], [], [])[0]:
         connection = waiting.accept()[0]

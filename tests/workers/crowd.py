@@ -132,7 +132,7 @@ def live_meetings(folder: Path, own: tuple[SaveRequest, LocalState, StagedSave],
         assert write.all_ranks_see(LocalStore(folder), ranks)
     execute.agree_on_plan("save()", request, staged, None, ranks, SaverConfig())
     written = {"full": False, "digests": ["0" * 32] * 20}
-    assert len(ranks.agree("commit", written, decide=lambda _: None).values) == ranks.size * ranks.leads
+    assert len(ranks.agree("commit", written, decide=lambda _: None).values) == ranks.size * ranks.is_main
 
 
 def looked_up(folder: Path) -> tuple[SaveRequest, LocalState, StagedSave]:
