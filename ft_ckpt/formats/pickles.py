@@ -94,6 +94,7 @@ def interpret_pickle(
     except Exception as error:  # a damaged pickle can raise any error
         if not reader.foreign or isinstance(error, ExcessError):
             raise
+        value = None  # it may contain itself
     return value, sorted(reader.foreign)
 
 

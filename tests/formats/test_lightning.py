@@ -84,6 +84,20 @@ def test_values_come_as_they_are(tmp_path):
     assert type(found["size"]) is torch.Size
 
 
+class Settings:
+    """An object of a class of the user's."""
+
+
+def test_settings_that_contain_themselves_beside_an_object_are_refused(tmp_path):
+    """They were admitted, and a conversion never ended."""
+    loop = {"rate": 0.1, "of": Settings()}
+    loop["self"] = loop
+    path = lightning_like(tmp_path / "x.ckpt", loop)
+    for call in (ft_ckpt.load, open_source):
+        with pytest.raises(CheckpointError, match=r"x\.ckpt: refers to .*Settings"):
+            call(path)
+
+
 @pytest.mark.parametrize("name", sorted(pickles.evil(library_files.FOLDER)))
 def test_nothing_in_its_settings_runs(tmp_path, name):
     mark = tmp_path / "mark"
