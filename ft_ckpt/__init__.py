@@ -1,7 +1,7 @@
 """ft_ckpt: the checkpoint manager for Hugging Face and PEFT fine-tuning.
 
-The names in `__all__` are the public interface. They load on first use, so `import ft_ckpt` costs nothing and brings
-no torch.
+The names in `__all__` are the public interface. They load on first use, so `import ft_ckpt` is fast and does
+not import torch.
 """
 
 import importlib

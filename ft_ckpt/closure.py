@@ -130,7 +130,7 @@ class _ClosureSchedule:
         return schedule.after_save(self._schedule, before, step, epochs, now, cost_seconds=cost, reason=reason)
 
     def _find_saver(self) -> None:
-        """Find the saver: the given one, or the one that is open. Once it is closed, its last step stays current."""
+        """Find the saver: the given or the open one. After it is closed, its last step stays current."""
         opened = [] if self._given else open_savers()
         found = [saver for saver in opened if saver._run.has_begun] or opened
         if len(found) > 1:
@@ -195,7 +195,7 @@ class _ClosureSchedule:
         return done < step and bool(feed.at_end) and feed.epoch + 1 >= self._saver._epochs
 
     def _restore_shards(self) -> None:
-        """Let every model that the saver knows reshard its parameters, as a walk over its tensors does."""
+        """Reshard the parameters of every model that the saver knows, by listing its tensors."""
         if self._saver is None:
             return
         run = self._saver._run

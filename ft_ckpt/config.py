@@ -27,11 +27,11 @@ class SaverConfig:
     """
 
     dtype: str = "as_is"
-    """Floating-point type in the file: "as_is", "config" (what the model's config says), a torch type or its name."""
+    """Floating-point type in the file: "as_is", "config" (that of the model's config), a torch type or its name."""
     format: str = DEFAULT_FORMAT
     """Format of weight files: "safetensors", "h5" (HDF5), or "dual" (one file that is valid as both)."""
     compression: str | None = None
-    """Compression of HDF5 files: "zstd", "lz4", "blosc2" (hdf5plugin) or "gzip" (any reader); None: none, mappable."""
+    """HDF5 compression: "zstd", "lz4", "blosc2" (hdf5plugin) or "gzip" (any reader); None: uncompressed, mappable."""
     max_shard_size: int | str = "50GB"
     """Largest weight file, in bytes or as "5GB" (decimal units, as in transformers) or "5GiB"."""
     attribute: str | None = None
@@ -41,7 +41,7 @@ class SaverConfig:
     base_id: str | None = None
     """Name on the Hub of an adapter's base that was loaded from a folder, for adapter configs and model cards."""
     bucket_bytes: int = 256 << 20
-    """Memory of rank 0 for tensors that are gathered from other ranks, in bytes."""
+    """Buffer of a rank for tensors that are gathered or broadcast, in bytes; one row of a tensor if that is larger."""
     nonfinite: str = "save"
     """NaN and infinities in weights: "save" writes them, "raise" refuses the checkpoint."""
     name_template: str = "checkpoint-{step}"
@@ -49,14 +49,14 @@ class SaverConfig:
     enter_timeout_seconds: float = 600.0
     """Time that ranks wait for each other to call `save`, in seconds; then an error names the missing ranks."""
     io_threads: int | None = None
-    """Writer threads on each rank that writes; None: 4. Up to 32 MB on a local disk are written without threads."""
+    """Writer threads on each rank that writes; None: 4. Up to 32 MiB on a local disk are written without threads."""
     io_block_bytes: int = 8 << 20
     """Size of a write, in bytes, a multiple of 4096; memory is needed for two more blocks than threads."""
     direct_io: str = "auto"
     """Unbuffered writes (O_DIRECT): "auto" for files from 8 MiB on if the file system supports them, "on", "off"."""
     digest: str = "xxh3"
     """Digests of weight files: "xxh3", or "sha256" to store SHA-256 besides, so that `sign` need not read them again.
-    A file that several ranks write has none."""
+    A file that several ranks write gets no SHA-256."""
     io_priority: str = "normal"
     """I/O priority of a background save, if the disk's scheduler supports it: "normal" or "low"."""
     each_rank_writes: str = "auto"
@@ -71,7 +71,7 @@ class SaverConfig:
     every: Every | None = None
     """When `step` saves a checkpoint to resume from; a number means steps. None: only on request."""
     keep: Keep | None = None
-    """Which checkpoints of the run stay after such a save; a number means the newest n. None: all."""
+    """Which checkpoints of the run stay after each save of its state; a number means the newest n. None: all."""
     on_failure: str = "raise"
     """After a failed save by `step`: "raise", or "warn" and continue."""
     when_full: str = "raise"
@@ -82,7 +82,7 @@ class SaverConfig:
     fan_out: str = "auto"
     """Which ranks read a checkpoint: each its part ("read"), or rank 0 the replicated tensors ("broadcast"). "auto" is
     "read", except for small ranges in a bucket, which rank 0 reads for all."""
-    store_options: Mapping[str, Any] | None = field(default=None, repr=False)  # may have keys
+    store_options: Mapping[str, Any] | None = field(default=None, repr=False)  # may have secret keys
     """Options of the client of a URL's object store, as for `ft_ckpt.open_place`."""
     staging: str | os.PathLike[str] | None = None
     """A local folder for this run alone: checkpoints for a bucket are committed there and uploaded during training; a
@@ -90,7 +90,7 @@ class SaverConfig:
     overwrite: bool = False
     """Replace a checkpoint of the same name in a bucket, which is deleted before the new one is whole; also an argument
     of `save` and `save_state` for one save."""
-    publish: str | Sequence[str] | Mapping[str, Any] | None = field(default=None, repr=False)  # may have headers
+    publish: str | Sequence[str] | Mapping[str, Any] | None = field(default=None, repr=False)  # may have secret headers
     """Running servers that get each checkpoint of the run in the background, or the newest of several that wait: a URL,
     several, or a mapping of url= and other arguments of `ft_ckpt.publish`. Before a resume returns they get the resumed
     checkpoint; with after_resume="published" in the mapping the version that they had when it was saved, if the run
@@ -132,9 +132,9 @@ def make_config(config: SaverConfig | None, settings: dict[str, Any]) -> SaverCo
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics as floats: of this moment, whatever numbers or tensors of one element they were.
+    """The current values of `metrics` as floats, from numbers and from tensors or arrays of one element.
 
-    Raises ConfigError naming all that are no real number.
+    Raises ConfigError naming all that are not one real number.
     """
     found = {name: _number_of(value) for name, value in metrics.items()}
     problems = [f"{name} is {_value_kind(metrics[name])}" for name, value in found.items() if value is None]
@@ -189,18 +189,18 @@ def human_size(size_bytes: float) -> str:
 
 
 def canonical_dtype(dtype: Any) -> Any:
-    """A torch type, or one of its short names, by torch's name ("bfloat16"); anything else as it is."""
+    """torch's name ("bfloat16") of a torch type, given as such or by a short name; anything else unchanged."""
     name = str(dtype).removeprefix("torch.") if type(dtype).__name__ == "dtype" else dtype
     return _SHORT.get(name, name.removeprefix("torch.")) if isinstance(name, str) else name
 
 
 def every_of(every: Any) -> Any:
-    """An `Every`, where a number stands for one of so many steps; anything else as it is."""
+    """`every`, with a number n replaced by `Every(steps=n)`; anything else unchanged."""
     return Every(steps=every) if isinstance(every, int) and not isinstance(every, bool) else every
 
 
 def keep_of(keep: Any) -> Any:
-    """A `Keep`, where a number stands for the newest so many; anything else as it is."""
+    """`keep`, with a number n replaced by `Keep(last=n)`; anything else unchanged."""
     return Keep(last=keep) if isinstance(keep, int) and not isinstance(keep, bool) else keep
 
 

@@ -26,12 +26,12 @@ def current_device() -> torch.device | None:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether `device` is of the type of torch's current accelerator, which has streams and events."""
+    """Whether `device` is of the type of torch's current accelerator, the only one that can have streams and events."""
     return is_accelerator(device) and device.type == getattr(torch.accelerator.current_accelerator(), "type", None)
 
 
 def choosing_device(device: torch.device) -> AbstractContextManager[None]:
-    """A block with `device` as this thread's current one; a new thread starts with the first, and initialises it."""
+    """Make `device` this thread's current one in a block; a new thread would use, and initialise, the first."""
     return torch.accelerator.device_index(device.index) if has_streams(device) else nullcontext()
 
 
@@ -62,7 +62,7 @@ class RegisteredBlock(Block):
     """Memory that stays registered with a backend while it is referenced; empty in a forked process."""
 
     device: torch.device | None = None  # set when it is registered
-    process = 0  # that registered it
+    process = 0  # id of the process that registered it
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         """Unregister before the memory is freed; at exit the system does both."""
@@ -103,7 +103,7 @@ class Moment:
     """The work that a thread had queued on a device at some point."""
 
     device: torch.device
-    event: Any  # None if the backend has no events: the work was done when this was made
+    event: Any  # None if the backend has no events: `record_moment` has waited for the work
 
     def await_done(self) -> None:
         if self.event is not None:
@@ -174,7 +174,7 @@ def host_pieces(flat: Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[Tensor
 
 
 class PinnedBlocks(BlockKeeper):
-    """Pinned blocks, whose bytes `devices` copy on this thread's streams."""
+    """Pinned blocks, from which `devices` copy on this thread's streams."""
 
     def __init__(self, devices: frozenset[torch.device]) -> None:
         self.devices = devices
@@ -184,7 +184,7 @@ class PinnedBlocks(BlockKeeper):
         return pinned_block(size_bytes, next(iter(self.devices)))
 
     def leave_block(self, block: Memory) -> None:
-        """Work that is queued on the devices now may still copy from it."""
+        """Record the work queued on the devices, which may still copy from the block."""
         self._copied[address_of(block)] = [record_moment(device) for device in self.devices]
 
     def await_block(self, block: Memory) -> None:

@@ -1,7 +1,7 @@
 """Every exception ft_ckpt raises on purpose.
 
     CheckpointError
-    ├── ConfigError            ValueError          a setting that cannot work
+    ├── ConfigError            ValueError          an invalid setting or argument
     ├── SelectionError         ValueError          the requested part is not in the model
     │   ├── UnknownAttributeError  AttributeError  no such submodule
     │   └── NotAnAdapterError      TypeError       adapter_only on a model without adapters
@@ -14,9 +14,10 @@
     ├── ManifestError          ValueError          a manifest that is absent, malformed or from a newer ft_ckpt
     │   └── NotACheckpointError    FileNotFoundError   no committed checkpoint there
     ├── CorruptError           ValueError          files differ from what the manifest recorded
+    │   ├── ExcessError            ValueError          input that claims more than its size allows
     │   ├── UnreadableError        OSError             a file that cannot be read now; it may be whole
     │   └── MissingError           FileNotFoundError   no object of that name in a store
-    ├── LoadError              ValueError          a strict load that did not fit
+    ├── LoadError              ValueError          a load or resume that does not fit, or unsupported content
     │   └── BaseMismatchError      ValueError      an adapter loaded onto another base than it was trained on
     ├── TicketError            ValueError          a report about a sample that is not in flight
     ├── WriterError            RuntimeError        a writer of the run handed in nothing, or something else
@@ -43,14 +44,14 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class CheckpointError(Exception):
-    """Root of everything raised here."""
+    """Base class of all errors of ft_ckpt."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(CheckpointError, ValueError):
-    """A setting that cannot work, found when the configuration is made."""
+    """An invalid setting or argument, or an optional package that is not installed."""
 
 
 class SelectionError(CheckpointError, ValueError):
@@ -62,7 +63,7 @@ class UnknownAttributeError(SelectionError, AttributeError):
 
 
 class NotAnAdapterError(SelectionError, TypeError):
-    """An adapter was asked of a model that has none."""
+    """An adapter was requested of a model without adapters."""
 
 
 class IncompleteError(CheckpointError, ValueError):
@@ -78,7 +79,7 @@ class TargetError(CheckpointError, OSError):
 
 
 class EngineError(TargetError):
-    """An inference server refuses, does not answer, or holds something else than what was published."""
+    """An inference server refuses, does not answer, or holds other weights than the published ones."""
 
 
 class NoSpaceError(TargetError):
@@ -108,7 +109,7 @@ class CorruptError(CheckpointError, ValueError):
 
 
 class ExcessError(CorruptError):
-    """Input that describes, or needs, more than its size warrants."""
+    """Input that describes more data, or needs more work, than its size allows."""
 
 
 class UnreadableError(CorruptError, OSError):
@@ -120,7 +121,7 @@ class MissingError(CorruptError, FileNotFoundError):
 
 
 class LoadError(CheckpointError, ValueError):
-    """A strict load that found missing, unexpected or reshaped tensors."""
+    """A load or resume that does not fit (missing, unexpected or reshaped tensors), or unsupported content."""
 
 
 class BaseMismatchError(LoadError):
@@ -163,7 +164,7 @@ def check_settings(settings: object, rules: Iterable[Rule]) -> None:
 
 
 def is_number(value: Any, least: float = -math.inf, most: float = math.inf, *, whole: bool = False) -> bool:
-    """Whether `value` is a real number in [least, most], an integer if `whole`; a bool is none."""
+    """Whether `value` is a real number in [least, most], an integer if `whole`; False for a bool."""
     kind: Any = Integral if whole else Real
     return isinstance(value, kind) and not isinstance(value, bool) and least <= value <= most
 
@@ -184,7 +185,7 @@ def explained(target: object) -> Iterator[None]:
 
 
 class damaged_input:  # noqa: N801 - reads as a statement where it is used; a class, since it is entered for each tensor
-    """Convert errors of the block, which reads `source`, into ours, naming it.
+    """Convert errors of the block, which reads `source`, into errors of ft_ckpt that name `source`.
 
     An OSError becomes an UnreadableError, a missing file a NotACheckpointError; any other error is attributed to
     damaged bytes and becomes a CorruptError.

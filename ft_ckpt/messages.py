@@ -1,7 +1,7 @@
 """Text for terminals and logs. Names, file contents, URLs and server responses are made printable here.
 
 Every error, warning, log record and line of output passes `printable`: control characters are escaped, secrets in URLs
-removed. Nothing else in ft_ckpt calls `warnings.warn` or `logging.getLogger`, and only `cli.streams` calls `print`.
+removed. Nothing else in ft_ckpt calls `warnings.warn` or `logging.getLogger`, and only `cli.options` calls `print`.
 """
 
 import logging
@@ -10,12 +10,12 @@ import reprlib
 import warnings
 from typing import Any
 
-SECRET = "***"  # noqa: S105 - stands for one
+SECRET = "***"  # noqa: S105 - a placeholder, not a secret
 # Bounded repetitions: the text may be hostile, and long.
 _USER_INFO = re.compile(
     r"(?P<mark>://|(?:(?<![\w/.:-])//|:/)(?=[^\s/@]*:))"  # without a scheme, or with one slash, as a Path has it
     r"(?:(?P<user>[^\s/]*|[^\s/@:\[]+:(?!\d{1,5}/)\S{0,100})@"  # with a slash in the password, too
-    r"|(?<=://)(?P<rest>[^\s/@:\[\]'\"]+:(?!\d{1,5}\b)[^\s/@'\"]+))"  # no port: what a message has cut short
+    r"|(?<=://)(?P<rest>[^\s/@:\[\]'\"]+:(?!\d{1,5}\b)[^\s/@'\"]+))"  # no port: user info cut short by a message
 )
 _PARAMETER = re.compile(
     r"((?:[?&;#]|%3F|%26)[^\s=&;?%]{0,60}?(?:sig|token|secret|key|cred|pass|pwd|auth|session)[^\s=&;?%]{0,60}(?:=|%3D))"
@@ -62,7 +62,7 @@ class _CleanRepr(reprlib.Repr):
 def short(value: Any, most: int = 30) -> str:
     """`repr(value)` with a few elements of containers and `most` characters of each text or object, from its ends.
 
-    Secrets are removed before: in the end of a URL they are not recognised.
+    Secrets are removed before shortening: in a part of a URL they are not recognised.
     """
     shortened = _CleanRepr()
     shortened.maxstring = shortened.maxother = most

@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 from ft_ckpt.errors import Rule, check_settings, is_number
 
 _T = TypeVar("_T")
-Best: TypeAlias = tuple[str, str] | tuple[str, str, int]  # metric, "min" or "max", how many (1)
+Best: TypeAlias = tuple[str, str] | tuple[str, str, int]  # metric, "min" or "max", how many (default 1)
 _PERIODS = {"hourly": "%Y-%m-%d %Hh", "daily": "%Y-%m-%d", "weekly": "week %G-%V"}
 _COUNTS = ("last", "every_steps", *_PERIODS)
 
@@ -20,7 +20,7 @@ class Keep:
     """Which checkpoints to keep: those that any rule selects. Without a rule all are kept.
 
     `last`: the newest n. `every_steps`: each whose step is a multiple. `best`: the best by a metric, as
-    ("eval_loss", "min") or ("accuracy", "max", 3), or several such; the first of equal ones. `hourly`, `daily`,
+    ("eval_loss", "min") or ("accuracy", "max", 3), or several such; of equal ones the oldest. `hourly`, `daily`,
     `weekly`: the newest of each of the last n hours, days or weeks (UTC, ISO weeks) that have one. `state`: separate
     rules for the training state; a checkpoint that only the outer rules keep loses its state.
 
@@ -79,8 +79,8 @@ class HeldCheckpoint:
     has_weights: bool = True
     run_id: str | None = None
     is_export: bool = False  # weights saved beside a run's checkpoints, or an average: exempt from the rules
-    number: int = 0  # orders those without a step
-    base: Path | str | None = None  # without which it cannot be read
+    number: int = 0  # order of checkpoints without a step
+    base: Path | str | None = None  # the checkpoint that it needs to be read
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def plan_pruning(held: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None 
 
     Other checkpoints are kept: exports, and those without a run unless there are no runs. Of each run these are never
     dropped or stripped: the newest valid one, the newest valid one with a training state, and those with guards. An
-    invalid one does not displace a valid one: the rules are applied with and without it, and either result keeps a
-    checkpoint. Nothing of a run is dropped while none of it is valid.
+    invalid checkpoint does not displace a valid one: the rules are applied with and without it, and either result keeps
+    a checkpoint. The base of a kept checkpoint is kept. Nothing of a run is dropped while none of it is valid.
     """
     oldest_first = sorted(held, key=_age_key)
     runs = _judged_runs(oldest_first, run_id)
@@ -106,7 +106,7 @@ def plan_pruning(held: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None 
     asked = {path: why for ours in runs for path, why in _chosen_by_rules(ours, keep).items()}
     stays = {each.path: (*firm[each.path], *asked.get(each.path, ())) for each in oldest_first}
     bare = sorted((each for ours in runs for each in _losing_state(ours, keep, firm)), key=_age_key)
-    alone = {each.path for each in bare if not each.has_weights}  # nothing would be left of them
+    alone = {each.path for each in bare if not each.has_weights}  # stripped of state, they would be empty
     kept = {path: why for path, why in stays.items() if why and path not in alone}
     bases = {each.path: each.base for each in held}
     for each in reversed(oldest_first):  # a base is older
@@ -134,7 +134,7 @@ def newest_valid(held: Iterable[HeldCheckpoint]) -> dict[Path | str, str]:
 
 
 def _age_key(each: HeldCheckpoint) -> tuple[int, int, float, str]:
-    """The sort key of `catalog.discover`: step first, never the name or the time of the folder."""
+    """The order of `catalog.in_run_order` within a run: step, number, time of creation; then path."""
     return -1 if each.step is None else each.step, each.number, each.created, str(each.path)
 
 

@@ -72,7 +72,7 @@ class CheckpointSaver:
         self.tokenizer = tokenizer
         self._places = open_run_places(directory, self.config, lambda: self._current_ranks().is_main)
         for model in getattr(accelerator, "_models", None) or ():
-            # A template takes its tokens from the tokenizer, which may only come with the call of save().
+            # A template takes its tokens from the tokenizer, which may be given to save() only.
             check_companions(wrappers.unwrap(model), tokenizer, self.config.chat_template_name if tokenizer else None)
         self._run = TrainingRun(accelerator, self.config)
         self._epochs: int | None = None  # argument of `remaining`
@@ -114,7 +114,7 @@ class CheckpointSaver:
         With `background` it returns at once if possible; the handle and the next call of the saver report the outcome,
         and both raise if the save failed. The keywords that are not listed here override the saver's settings.
 
-        Saved is the whole model (for torch's AveragedModel the one inside), or the submodule at `attribute`; several
+        The whole model is saved (of torch's AveragedModel the inner one), or the submodule at `attribute`; several
         attributes get a folder each. `adapter_only` is required for a model with PEFT adapters: True saves the adapters
         alone, False the base and the adapters side by side, which only `ft_ckpt.load_model` puts together. `path`
         defaults to `directory`/checkpoint-`step`; a checkpoint with training state is never replaced. Within a run
@@ -123,7 +123,7 @@ class CheckpointSaver:
 
         `merged` True stores one plain model, with the active adapters merged into a copy of the base, layer by layer;
         names choose adapters, a mapping gives each a weight. Adapters on a quantised base are merged into the original
-        model: the folder or id `base`, by default the one they name; or, with `dequantize`, into the dequantised
+        model: the folder or id `base`, by default the base in their config; or, with `dequantize`, into the dequantised
         weights. `check`="logits", or a batch, compares the output of the saved folder in transformers with the live
         model before the commit. With `push_to_hub` ("user/name", or a URL) rank 0 then pushes the checkpoint there in
         the background, as `ft_ckpt.push` does; the report's `push` is the handle.
@@ -177,8 +177,8 @@ class CheckpointSaver:
         """Save `model` as `save` does, and publish it from rank 0 to the server at `url`, or to several; on every rank.
 
         Of a model with PEFT adapters the adapters are saved, unless `adapter_only` or `merged` says otherwise. A run
-        keeps what is saved here until it is deleted by hand. `options` are those of `ft_ckpt.publish`. Returns the
-        report on rank 0, None on the others.
+        never prunes what is saved here. `options` are those of `ft_ckpt.publish`. Returns the report on rank 0, None on
+        the others.
 
         Raises what `save` and `ft_ckpt.publish` raise, RankError on the other ranks.
         """
@@ -197,7 +197,7 @@ class CheckpointSaver:
     def register(self, **objects: Any) -> None:
         """Name objects of the run that Accelerate does not know, to be saved and resumed with it; on every rank.
 
-        `model`: the one whose weights are saved. Further modules (an average of the weights), optimizers, schedulers
+        `model`: the model whose weights are saved. Further modules (an average of the weights), optimizers, schedulers
         and all objects with `state_dict` and `load_state_dict` are saved with their state. Raises SelectionError for
         other objects.
         """
@@ -215,14 +215,14 @@ class CheckpointSaver:
 
         Each name is that of a `Writer`; a group, such as rollout=4, invites "rollout-0" to "rollout-3". From now on a
         save of the run asks all of them for their state, and commits when all have handed in theirs for its step; a
-        save in the background waits for them in the background. Without those that `optional` names, of writers or
-        groups, it commits after `timeout_seconds`, or when their process has ended; the report's notes name them.
-        Returns the token of the session, which a `Writer` may be given to join no other.
+        save in the background waits for them in the background. If writers or groups in `optional` are missing, it
+        commits without them after `timeout_seconds`, or when their process has ended; the report's notes name them.
+        Returns the token of the session; a `Writer` with this token joins no other session.
 
         Raises WriterError if the checkpoint that was resumed lacks the part of a writer, or has one of a writer that is
         not invited, unless `allow` names it; TargetError while another process has invited writers to the directory;
-        ConfigError for names that cannot be, and without a directory. Saves raise WriterError naming the writers that
-        have ended, failed, or handed in nothing in time.
+        ConfigError for invalid names, without a directory and with `staging`. Saves raise WriterError naming the
+        writers that have ended, failed, or handed in nothing in time.
         """
         families = {name: tuple(f"{name}-{number}" for number in range(count)) for name, count in groups.items()}
         names = [*writers, *(name for family in families.values() for name in family)]
@@ -258,7 +258,7 @@ class CheckpointSaver:
         if is_done and self._current_ranks().is_main:
             LOG.info("the run is finished: %d of %d epochs are done", feed.epoch, epochs)
         while epochs is None or feed.epoch < epochs:
-            # Again, because the run may have been rolled back.
+            # Looked up again, because the run may have been rolled back.
             feed = self.place_in(loader, replay)
             batches = self._saves.read_until_signal(feed.batches())
             yield from batches if self._rehearsal is None else self._rehearsal.watch_batches(batches)
@@ -373,7 +373,7 @@ class CheckpointSaver:
         self._end_use(save=sys.exc_info()[0] is None)
 
     def _config_with(self, **given: Any) -> SaverConfig:
-        """The saver's settings with those that are not None instead."""
+        """The saver's settings, replaced by the arguments that are not None."""
         return replace(self.config, **{name: value for name, value in given.items() if value is not None})
 
     def _is_of_adapters(self, model: nn.Module, asked: bool | None, attribute: Attribute) -> bool:
@@ -385,7 +385,7 @@ class CheckpointSaver:
     def _end_use(self, *, save: bool) -> None:
         """Save the last step if asked, and release everything even on an error."""
         with ExitStack() as stack:
-            stack.callback(self._saves.end_follow_up, wait=save)  # the last, since a save in the background begins it
+            stack.callback(self._saves.end_follow_up, wait=save)  # runs last: a background save starts it
             stack.callback(self._saves.end_session)  # after a save in the background, which waits for the writers
             stack.callback(self._pending.close)
             stack.callback(self._run.close)

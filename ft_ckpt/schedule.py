@@ -90,7 +90,11 @@ _MOST = 500  # entries; beyond it, every second one of the older half is dropped
 
 @dataclass(frozen=True)
 class LoggedSave:
-    """One save of a run's state. Its times are None until it is committed, and after a resume from it."""
+    """One save of a run's state.
+
+    `stall_seconds` is None until the call returns, `seconds` and `size_bytes` until the commit, all of them after a
+    resume from this save.
+    """
 
     step: int
     saved_at: float  # unix seconds, of the call
@@ -178,9 +182,9 @@ class Every:
     exit_code: int | None = None
     """Exit code after a save on a signal; None is 128 plus the signal's number, as in a shell."""
     deadline: float | datetime | str | None = "auto"
-    """Before this time: unix seconds, a datetime, ISO 8601 text (else local); "auto" is the end of a Slurm job."""
+    """Before this time: unix seconds, a datetime, ISO 8601 text (local without offset); "auto": end of a Slurm job."""
     deadline_margin_minutes: float | None = None
-    """Time before the deadline; None is three saves and two steps as measured, at least 1 minute (5 before a save)."""
+    """Time before the deadline; None is three saves and two steps as measured, at least 1 minute (5 if unmeasured)."""
     mtbf: float | timedelta | str | None = None
     """Mean time between failures of the run, in seconds or as "24h": saves at the interval with the smallest loss."""
     max_overhead: float = 0.05
@@ -231,8 +235,8 @@ _KEPT = ("saved_epochs", "best", "step_seconds", "save_seconds", "run_seconds", 
 def begin_history(step: int, epochs_done: int, now: float, kept: Mapping[str, Any] | None = None) -> History:
     """The history of a run that begins at `step`, or resumes there with `kept` from `History.to_json`.
 
-    The epochs in `kept` were counted for that save and take precedence over `epochs_done`. A run that resumes from a
-    routine save has failed after it, which is counted. Raises LoadError when `kept` is not from `to_json`.
+    The epochs in `kept` were counted for that save and take precedence over `epochs_done`. A resume from a routine
+    save counts as a failure after that save. Raises LoadError when `kept` is not from `to_json`.
     """
     begun = History(step=step, seen_at=now, saved_step=step, saved_epochs=epochs_done, saved_at=now)
     if kept is None:
@@ -263,8 +267,8 @@ def own_reason(
 def shared_reason(every: Every, history: History, now: float, now_unix: float, signal: str | None = None) -> str | None:
     """The reason of this rank to save, from clocks and signals: the `signal`, "deadline", "minutes", "optimum" or None.
 
-    Ranks differ and agree at polls. A signal is returned even if the step is already saved, so that the caller exits;
-    the other reasons never come twice for one step.
+    Reasons differ between ranks, which agree at polls. A signal is returned even if the step is already saved, so that
+    the caller exits; the other reasons never come twice for one step.
     """
     if signal is not None or history.step <= history.saved_step:
         return signal
@@ -296,7 +300,7 @@ def needs_poll(every: Every) -> bool:
 
 
 def next_poll(history: History, step: int, poll_seconds: float) -> int:
-    """The step after `step` of the next poll: about once a second, for at most 0.5 % of the time.
+    """The step of the next poll, after `step`: about once a second, for at most 0.5 % of the time.
 
     Every step until steps are measured, never more than 100 steps later. `poll_seconds`: the shortest measured poll,
     without the wait for slow ranks. Ranks measure different times, so the poll distributes rank 0's answer.

@@ -43,7 +43,7 @@ from ft_ckpt.storage.store import Store, is_inside
 
 Files = Mapping[str, str | os.PathLike[str] | bytes]
 Rule = Callable[[Sequence[str], Sequence[str]], Mapping[str, Sequence[str]]]
-_LIVE_SECONDS = 2.0  # between looks at the trainer's process
+_LIVE_SECONDS = 2.0  # between checks that the trainer's process is alive
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Part:
     states: Mapping[str, Any] = field(repr=False)
     """The states by the name of the writer that handed them in: usually one, with tensors on the CPU."""
     files: Mapping[str, tuple[Path, ...]]
-    """The files, copied to the folder given, by the name of the writer that handed them in."""
+    """The files, copied to the folder given to `resume`, by the name of the writer that handed them in."""
 
     @property
     def state(self) -> Any:
@@ -70,16 +70,16 @@ class Part:
 class Writer:
     """Hands in the state of this process as a part of each checkpoint that a trainer elsewhere commits.
 
-    `run`: the directory of the trainer's `CheckpointSaver`, as this machine sees it, or its URL. `name`: one that the
-    trainer invites (`CheckpointSaver.invite`); with `index` number `index` of the group `name`. Waits up to
+    `run`: the directory of the trainer's `CheckpointSaver`, as this machine sees it, or its URL. `name`: a name that
+    the trainer invites (`CheckpointSaver.invite`); with `index`, member `index` of the group `name`. Waits up to
     `timeout_seconds` for the trainer's session, or for the session with the token `session`.
 
-    The state that a checkpoint gets is the one that `provide` takes when the trainer asks, or that `put` hands in for
-    that step. `resume` gives the part of the checkpoint that the trainer continues from. When the trainer ends, or
-    resumes anew, the session is over: `ended` is true, and a new `Writer` joins the next one.
+    A checkpoint gets the state that a function of `provide` returns when the trainer asks, or that `put` hands in for
+    its step. `resume` gives the part of the checkpoint that the trainer continues from. When the trainer ends or
+    resumes, the session is over: `ended` is true, and a new `Writer` joins the next one.
 
-    Raises ConfigError for a name that cannot be, WriterError for one that is not invited, was joined by another living
-    process, or if there is no session in time.
+    Raises ConfigError for an invalid name; WriterError if the name is not invited or in use by another living process,
+    or if there is no session in time.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Writer:
 
     @property
     def ended(self) -> bool:
-        """Whether the session is over: the trainer has ended, or has begun anew; or `close` was called."""
+        """Whether the session is over: the trainer has ended or opened another session, or `close` was called."""
         return self._over.is_set()
 
     @property
@@ -121,9 +121,9 @@ class Writer:
         return self._over.wait(timeout)
 
     def provide(self, state: Callable[[], Any] | None = None, *, files: Callable[[], Files] | None = None) -> None:
-        """Let a thread call these whenever the trainer asks, and hand in what they return; as for `put`.
+        """Let a thread call these functions whenever the trainer asks, and hand in their results as `put` does.
 
-        They see the process as it is at that moment, so they must lock what other threads change. If one raises, the
+        They run beside other threads of the process, so they must lock what these change. If one raises, the
         trainer's save fails with its error.
         """
         if state is None and files is None:
@@ -131,7 +131,7 @@ class Writer:
         self._provided = (state, files)
 
     def put(self, step: int, state: Any = None, *, files: Files | None = None) -> None:
-        """Hand in the state of this process at `step`; before the trainer asks for it, or after.
+        """Hand in the state of this process at `step`, before or after the trainer asks for it.
 
         `state`: any nesting that `ft_ckpt.save` takes. `files`: files or bytes by their path in the part; a file that
         is in the last checkpoint already, with equal bytes, is not stored again.
@@ -155,9 +155,9 @@ class Writer:
 
         Files of the part are copied into `folder`/NAME. In a group, `rule` divides the parts of the checkpoint among
         the invited writers: it is called with the names of both and returns the parts by writer; by default each gets
-        its own, and those of absent writers are dealt out in turns. All digests are compared.
+        its own, and those of absent writers are distributed in turn. All digests are compared.
 
-        Raises WriterError if the checkpoint is not the one of the session, or has files and there is no `folder`;
+        Raises WriterError if the checkpoint is not that of the session, or the part has files and `folder` is None;
         what `ft_ckpt.load` raises for damaged files.
         """
         self._refuse_over()
@@ -242,12 +242,12 @@ class Writer:
         return list(rule(own, self._session.group(self._group)).get(self.name, ()))
 
     def _current(self) -> Session | None:
-        """The session as it is now. Ends this writer when it is another one, or gone."""
+        """The session now; None if it cannot be read. If it is over, ends this writer and raises WriterError."""
         found = read_session(self._room)
         if found is not None and found.token == self._session.token:
             return found
         if found is not None or self._room.stat(SESSION) is None:
-            # While the trainer resumes there is no session for a moment: which of both it was is not known here.
+            # A resuming trainer has no session for a moment, so an end cannot be told from a new start here.
             self._end("the trainer has ended or begun anew")
             self._refuse_over()
         return None  # not readable now
@@ -289,7 +289,7 @@ class Writer:
                     self._hand_in_provided(step, *self._provided)
             except WriterError:
                 return
-            except (CheckpointError, OSError) as error:  # the next look may succeed
+            except (CheckpointError, OSError) as error:  # the next poll may succeed
                 warn(f"{self.run}: writer {self.name}: {error}", stacklevel=2)
 
     def _hand_in_provided(self, step: int, state: Callable[[], Any] | None, files: Callable[[], Files] | None) -> None:
@@ -330,7 +330,7 @@ class Writer:
         self._handed.add(step)
 
     def _in_last_checkpoint(self) -> dict[str, FileRecord]:
-        """The files of this writer in the last checkpoint, by path; none if it is gone."""
+        """The files of this writer in the last checkpoint, by path; none if it was deleted."""
         last = self._session.last
         if last is None:
             return {}

@@ -1,4 +1,4 @@
-"""What the example scripts share: a text to read, a tokenizer, a tiny model, and a table of what was saved."""
+"""Shared by the example scripts: a text to read, a tokenizer, a tiny model, and a table of the saves."""
 
 import json
 import logging
@@ -29,8 +29,8 @@ CHAT_TEMPLATE = (
 def make_accelerator() -> Accelerator:
     """The Accelerator of this process, on the CPU where a launcher started it and there is no other device.
 
-    Without that word each rank of `accelerate launch` on a CPU-only machine believes that it is alone, trains by
-    itself and writes over the others' files.
+    Without that setting each rank of `accelerate launch` on a CPU-only machine acts as the only one, trains by itself
+    and overwrites the others' files.
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("ft_ckpt").setLevel(logging.INFO)  # what is resumed, saved and deleted
@@ -74,7 +74,7 @@ def get_tokenizer(accelerator: Accelerator, model: str | None, documents: Sequen
 
 
 def train_bpe(documents: Sequence[Document], vocabulary_size: int = 2048) -> Tokenizer:
-    """A byte-level BPE: any text can be written in it."""
+    """A byte-level BPE, which can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

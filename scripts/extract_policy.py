@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def generate(folder: Path, prompt: str) -> str:
-    """What the model in a folder writes after a prompt, loaded with transformers alone."""
+    """The continuation of a prompt by the model in a folder, loaded with transformers alone."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)

@@ -6,7 +6,7 @@
 
 Without --model a tiny OLMo-2 learns to write Python from the standard library's sources; nothing is downloaded.
 The same script runs under every file of configs/: the saver looks at the model it is handed, not at the launcher.
-Started again with the same --output-dir it goes on from its newest checkpoint, on any number of processes.
+Started again with the same --output-dir it resumes from its newest checkpoint, on any number of processes.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def make_optimizer(
 
 @dataclass(frozen=True)
 class Learner:
-    """What Accelerate prepared."""
+    """The objects that Accelerate has prepared."""
 
     accelerator: Accelerator
     model: Any
@@ -105,7 +105,7 @@ class Learner:
     scheduler: Any
 
     def learn(self, batch: torch.Tensor) -> torch.Tensor:
-        """One optimizer step; this rank's loss before it, a scalar on the device."""
+        """One optimizer step; returns this rank's loss before it, a scalar on the device."""
         self.model.train()
         loss = self.model(input_ids=batch, labels=batch).loss
         self.accelerator.backward(loss)
@@ -126,7 +126,7 @@ class Learner:
 def training(
     learner: Learner, saver: CheckpointSaver, loader: Iterable[torch.Tensor], args: argparse.Namespace
 ) -> Iterator[SaveReport]:
-    """Trains up to --steps, pass after pass, from where the saver says; yields what it saved on the way.
+    """Trains from the saver's position up to --steps, pass after pass; yields the report of each save.
 
     On rank 0 the loss appears in a progress bar when the output is a terminal, else on a line every --log-every steps;
     with --losses every step's is appended to a file.
@@ -151,7 +151,7 @@ def training(
 
 
 def log_of(path: Path | None) -> TextIO:
-    """A file to append lines to; nowhere without a path."""
+    """A file to append lines to; the null device without a path."""
     if path is None:
         return Path(os.devnull).open("w")
     path.parent.mkdir(parents=True, exist_ok=True)

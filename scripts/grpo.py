@@ -73,7 +73,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def wait_for(processes: dict[str, Any]) -> int:
-    """Wait for all; the first that fails is the run's exit code: the others cannot go on without it."""
+    """Wait for all; returns 1 as soon as one fails, because the others cannot go on without it."""
     while any(process.is_alive() for process in processes.values()):
         if failed := [name for name, process in processes.items() if process.exitcode not in (None, 0)]:
             print(f"{failed[0]} ended with {processes[failed[0]].exitcode}; start again to go on", file=sys.stderr)
@@ -241,7 +241,7 @@ def serve_replay(pipe: Connection, args: argparse.Namespace) -> None:
 
 
 def ask(pipe: Connection, action: str, given: Any) -> Any:
-    """The answer of the process at the other end."""
+    """Send a request to the process at the other end, and return its response."""
     pipe.send((action, given))
     return pipe.recv()
 

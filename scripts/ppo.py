@@ -45,7 +45,7 @@ class ActorCritic(nn.Module):
 
 @dataclass(frozen=True)
 class Rollout:
-    """What a batch of prompts became; all but `tokens` are [batch, new tokens]."""
+    """A batch of prompts with the tokens drawn for them; all fields but `tokens` are [batch, new tokens]."""
 
     tokens: Tensor  # [batch, prompt + new tokens]
     log_probs: Tensor  # of the new tokens when they were drawn
@@ -117,7 +117,7 @@ def matching_tokens(tokenizer: Any, target: str) -> Tensor:
 def sample(model: Any, reference: Any, prompts: Tensor, target: Tensor, args: argparse.Namespace) -> Rollout:
     """Continues each prompt by --new-tokens tokens drawn from the policy, and scores them.
 
-    Every step goes through the wrapped model's own forward, the only way that holds under every kind of sharding.
+    Every step goes through the wrapped model's own forward, the only way that works under every kind of sharding.
     """
     model.eval()
     tokens = prompts

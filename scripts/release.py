@@ -29,7 +29,7 @@ from packaging.metadata import Metadata
 ROOT = Path(__file__).resolve().parents[1]
 SUMS = "SHA256SUMS"
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_{}(sys.argv[1]))"
-# What the README's twenty lines take for granted: a model and what trains it, as small as they can be.
+# Objects that the README's twenty lines assume: a model and its training objects, as small as possible.
 GIVEN = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -168,7 +168,7 @@ def check_metadata(wheel: Path, sdist: Path) -> str:
 
 
 def check_content(wheel: Path, source: Path) -> None:
-    """The wheel has all modules, the mark of its types, and nothing else."""
+    """The wheel has all modules, py.typed, and nothing else."""
     with zipfile.ZipFile(wheel) as files:
         found = {name for name in files.namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(source).as_posix() for path in (source / "ft_ckpt").rglob("*.py")}
@@ -211,7 +211,7 @@ def try_wheel(wheel: Path, version: str, readme: str, folder: Path) -> None:
     step("installed alone", "ft-ckpt --version, python -m ft_ckpt --help, the README's twenty lines, ft-ckpt verify")
 
 
-# After it
+# After the checks
 
 
 def next_steps(version: str, commit: str, out: Path, files: list[Path]) -> str:

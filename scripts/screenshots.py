@@ -56,14 +56,14 @@ def train() -> None:
 
 
 def run_command(*words: str) -> str:
-    """What `ft-ckpt` prints with these words, as on a terminal with colours."""
+    """The output of `ft-ckpt` with these arguments, as on a terminal with colours."""
     environment = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "ft_ckpt", *words]
     return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def draw_terminal(command: str, output: str) -> str:
-    """A terminal that shows a command and its output, as SVG: dark, and so for a light and a dark page."""
+    """A terminal that shows a command and its output, as SVG: dark, on light and on dark pages."""
     lines = [Text.assemble(("$ ", "bold green"), command), *Text.from_ansi(output.rstrip()).split("\n")]
     for line in lines:
         line.rstrip()

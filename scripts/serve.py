@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def write_base(accelerator: Accelerator, base: Path) -> None:
-    """A model that servers run: with heads of 64."""
+    """Write a base model that servers can run: its heads have 64 dimensions."""
     tokenizer = get_tokenizer(accelerator, None, read_documents(None))
     model = tiny_olmo(tokenizer, hidden_size=256).to(torch.bfloat16)
     with CheckpointSaver(accelerator, tokenizer=tokenizer) as saver:

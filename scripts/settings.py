@@ -1,4 +1,4 @@
-"""Writes docs/settings.md from the words under each field of `SaverConfig` and `Every`."""
+"""Writes docs/settings.md from the docstring of each field of `SaverConfig` and `Every`."""
 
 import ast
 import inspect
@@ -34,7 +34,7 @@ def page() -> str:
 
 
 def table(kind: type) -> str:
-    """A row for each field of a dataclass: name, default, and what its docstring says."""
+    """A row for each field of a dataclass: name, default, and docstring."""
     words = _docstrings(kind)
     rows = (f"| `{field.name}` | `{_shown(field.default)}` | {words[field.name]} |" for field in fields(kind))
     return "| setting | default | meaning |\n|---|---|---|\n" + "".join(f"{row}\n" for row in rows)

@@ -1,4 +1,4 @@
-"""What the site has beside the files of docs/: a page for each notebook, and pages for language models.
+"""Pages of the site beside the files of docs/: one for each notebook, and those for language models.
 
 mkdocs calls the functions `on_...` (mkdocs.yml). Language models find `llms.txt`, the list of the pages, and the source
 of each page beside it, in the form of https://llmstxt.org. The link to the API leads to a page of the site, because the
@@ -31,7 +31,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Lead links to a notebook to its page."""
+    """Point links to a notebook at its page."""
     return re.sub(r"\]\(\.\./notebooks/(\w+)\.ipynb\)", r"](notebooks/\1.md)", markdown)
 
 

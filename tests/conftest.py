@@ -1,4 +1,4 @@
-"""Settings every test runs under: no network, one thread per process, and one seed: what fails once fails again.
+"""Settings of all tests: no network, one thread per process, and one seed, so that a failure repeats.
 
 FT_CKPT_SEED chooses another seed, for property-based tests too; `scripts/test --all` draws one.
 
@@ -33,7 +33,7 @@ settings.register_profile("seeded", derandomize=SEED == "0", max_examples=exampl
 settings.load_profile("seeded")
 extensions.settle_folder()
 
-# A file runs on one worker, so what takes a minute must not begin when the other worker has nothing left.
+# A file runs on one worker, so a file of a minute must not be the last to start, when the other worker is idle.
 LONGEST_FILES = (
     *("test_distributed", "test_documents", "test_trainer", "test_ranks_behaviour", "test_check_resume", "test_follow"),
     *("test_position", "test_examples", "test_publish_cli", "test_staging", "test_cli", "test_replicas", "test_faults"),
@@ -43,7 +43,7 @@ LONGEST_FILES = (
 
 _SECONDS_OF_SLOW_TESTS = 7200  # campaigns, on a machine with other work
 
-# Cases that take long and of which a shorter one beside them stays in the default run: `scripts/test --all` has them.
+# Slow cases with a faster one beside them in the default run: only `scripts/test --all` runs them.
 ONLY_IN_ALL = {
     "test_accelerators": [
         "without_streams",
@@ -239,14 +239,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave tests and libraries out of all later collections of garbage, which take a tenth of the run else."""
+    """Exclude tests and libraries from later garbage collections, which would take a tenth of the run."""
     gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 
-# Families of many alike cases, and how many of them stay in the default run; always the same ones.
+# Families of many similar cases, and how many of them stay in the default run; always the same ones.
 SAMPLED = {
     "test_a_change_after_the_call_is_not_in_the_checkpoint": 8,
     "test_a_request_that_fails_once_is_tried_again": 12,
@@ -314,7 +314,7 @@ def _mark_rest_of_families(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _spread_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Have ext4 put each test's folder into another group: in a full one it searches past all that was just deleted."""
+    """Have ext4 put each test's folder into another block group: in a full one it searches past all deleted files."""
     with suppress(FileNotFoundError):  # not Linux
         subprocess.run(["chattr", "+T", tmp_path_factory.getbasetemp()], stderr=subprocess.DEVNULL, check=False)
 
@@ -329,7 +329,7 @@ def s3() -> Iterator[S3]:
 
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library of faulty.c, by which calls to the disk fail, or end their process: for LD_PRELOAD."""
+    """The library of faulty.c, for LD_PRELOAD: calls to the disk fail, or end their process."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs a C compiler, and a loader that takes LD_PRELOAD")

@@ -3,14 +3,14 @@
 A bucket has neither renames nor locks, so each removal has five steps, and may be interrupted between any two:
 
     put a tombstone     a mark, see `guards`, that lists the files to delete
-    list the folder     and give way to other marks: the tombstone is deleted, nothing else has changed
+    list the folder     and give way to other marks: the tombstone is deleted, nothing else was changed
     the manifest        is deleted or replaced: from here on no manifest lists the files to delete
     delete the rest     in bulk
     delete the tombstone
 
-The tombstone of a dead process says what is left to do: delete the files that it lists and the manifest, if there is
-one, does not. If the manifest was not touched yet, that is nothing. Files that no manifest of ours listed stay, except
-those of a dead save whose mark says that the folder was empty when it began ("cleared").
+The tombstone of a dead process defines the remaining work: delete the files that it lists and the manifest, if there is
+one, does not. If the manifest was not touched yet, there are none. Files that no manifest of ours listed stay, except
+those of a dead save whose mark records that all files in the folder belong to saves ("cleared").
 """
 
 import time
@@ -73,9 +73,8 @@ def strip_in_bucket(store: Store) -> Removal:
 def settle_in_bucket(store: Store, listed: Listed, now: float) -> Removal | None:
     """Finish interrupted operations of dead processes in the folder `store`, as `listed`; None if there are none.
 
-    Interrupted removals are finished. Without a manifest, the files of a dead save are deleted; its mark goes a day
-    after its last renewal, because a process that seemed dead may write again. The mark of a committed save goes at
-    once.
+    Without a manifest, the files of a dead save are deleted if its mark is "cleared". The mark itself is deleted a day
+    after its last renewal, because a process that seemed dead may write again; that of a committed save at once.
     """
     committed, saving = listed.get(MANIFEST_NAME), listed.get(SAVING)
     if committed and saving and clear_spent_mark(store):
@@ -154,9 +153,9 @@ def _save_under_way(store: Store, listed: Listed, now: float) -> tuple[str, ...]
 
 
 def files_of_save(listed: Iterable[str]) -> set[str]:
-    """The files of a save into a folder that was empty when it began: all that are there, if there are no others.
+    """The files of a save into a folder that was empty when it began: all except marks.
 
-    A checkpoint or marks in a folder below belong to others; the owner of the remaining files is then unknown.
+    Empty if a folder below has a checkpoint or marks: the owner of the files is then unknown.
     """
     names = set(listed)
     is_run = any(name.endswith(f"/{MANIFEST_NAME}") or f"/{PREFIX}" in name for name in names)

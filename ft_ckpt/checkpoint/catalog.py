@@ -193,7 +193,7 @@ def discover(root: str | os.PathLike[str] | Place) -> list[CheckpointInfo]:
 def list_readable(root: str | os.PathLike[str] | Place) -> Listing:
     """`list_checkpoints` to choose from: damaged manifests are warnings.
 
-    Raises UnreadableError if one cannot be read, now and a second later: it may be the one to choose.
+    Raises UnreadableError if one cannot be read in three tries: it may be the one to choose.
     """
     listed = look_again(lambda: list_checkpoints(root), lambda found: bool(found.unreadable))
     listed.require_readable()
@@ -227,7 +227,7 @@ def best(run: str | os.PathLike[str] | Place, metric: str | tuple[str, str] | No
     """The best checkpoint of the newest run in the folder `run` by a metric; None when none has a number.
 
     `metric` is (name, "min" or "max"). A name alone, or None if there is one metric, is looked up in the run's
-    `Keep.best` and `Every.best`. NaN is never the best; of equals the first is. Checkpoints that do not pass
+    `Keep.best` and `Every.best`. NaN is never the best; the oldest of equal ones is. Checkpoints that do not pass
     `verify(deep=False)` are skipped with a warning. Raises ConfigError when the metric or its direction is unknown;
     UnreadableError when one that may be the best cannot be read now.
     """
@@ -256,8 +256,8 @@ def verify(
 
     Always: names, sizes, the tensors in each safetensors header, each index, the digests of files below 1 MiB, and that
     there are no weights of another save. `deep` also reads all other bytes and compares the digests. `signed_by`: also
-    the signature, see `sign`, and that no file came, went or changed since: the path of a public key, or (identity,
-    provider) of a keyless signature.
+    the signature, see `sign`, and that no file was added, deleted or changed since: the path of a public key, or
+    (identity, provider) of a keyless signature.
 
     Raises NotACheckpointError, ManifestError or UnreadableError as `read_manifest` does; ConfigError when a signature
     cannot be checked: an unusable key, a checkpoint in a bucket, no model-signing library.
@@ -275,7 +275,7 @@ def verify(
             problems = tuple(dict.fromkeys(checkpoint_problems(seen, manifest, deep=deep)))
             if signed_by is not None:
                 problems += signature_problems(store, store, manifest, signed_by)
-        # A save may have overwritten the checkpoint meanwhile: a mixture of both was read. Read again.
+        # A concurrent save may have overwritten the checkpoint, so that a mixture of both was read. Read again.
         if not problems or _manifest_version(store) == before:
             size_bytes = stored_bytes(seen, manifest)
             return VerifyReport(found_at, not problems, problems, len(manifest.files), size_bytes)
@@ -395,7 +395,7 @@ def _wanted_ranking(infos: Sequence[CheckpointInfo], metric: str | tuple[str, st
 
 
 def visible_folders(found: FolderListing) -> list[Folder]:
-    """The folders that may be checkpoints: hidden ones are unfinished saves, or for internal use."""
+    """The folders that may be checkpoints: hidden ones are unfinished saves, or internal."""
     return [folder for folder in found.folders if not folder.name.startswith(".")]
 
 
@@ -411,7 +411,7 @@ _HEAD_BYTES = 64 << 10  # of a manifest: contains the scalar fields
 
 
 def next_number(target: Store, beside: Store) -> int:
-    """The number of a new checkpoint without a step in `target`: one more than the largest `beside` it."""
+    """The number of a new checkpoint without a step: one more than the largest in both folders and directly below."""
     numbers = []
     for store in (target, beside):
         below = [store.within(folder.name) for folder in visible_folders(store.list_folder())]

@@ -26,7 +26,7 @@ from ft_ckpt.storage.store import Readable, Store, Stored, read_text
 
 Digester = Callable[[Readable, FileRecord], str]
 _WORTH_THREADS_BYTES = 8 << 20
-PAUSES_SECONDS = (0.2, 1.0)  # between reads of a file that the system did not read
+PAUSES_SECONDS = (0.2, 1.0)  # before each retry of a read that the system refused
 _T = TypeVar("_T")
 
 # The names by which readers find the weights of a model or an adapter. A file with such a name that the manifest does
@@ -42,12 +42,12 @@ _MISLEADING = {
 
 
 def may_pass(problems: Collection[str]) -> bool:
-    """True when all of `problems` are files that the system would not read just now: the checkpoint may be whole."""
+    """True if every problem is a file that the system cannot read now: the checkpoint may be whole."""
     return bool(problems) and all(isinstance(problem, PassingProblem) for problem in problems)
 
 
 def look_again(look: Callable[[], _T], is_passing: Callable[[_T], bool]) -> _T:
-    """The result of `look`, taken up to three times while it is a fault that may pass."""
+    """The result of `look`, which is called up to three times while the result is a temporary fault."""
     for seconds in PAUSES_SECONDS:
         found = look()
         if not is_passing(found):
@@ -59,9 +59,10 @@ def look_again(look: Callable[[], _T], is_passing: Callable[[_T], bool]) -> _T:
 def checkpoint_problems(
     store: Store, manifest: Manifest, *, deep: bool, digest: Digester = digest_of_open, late: Collection[str] = ()
 ) -> Iterator[str]:
-    """Every problem that `catalog.verify` reports, a line each. `digest` gives that of an open file, in any thread.
+    """Every problem that `catalog.verify` reports, a line each.
 
-    The digests of the files `late`, under any of their names, are left to their readers.
+    `digest` computes the digest of an open file, in any thread. The digests of the files `late`, and of hard links to
+    them, are left to their readers.
     """
     folders = {str(PurePosixPath(file.path).parent) for file in manifest.files}
     listings = (store.list_folder("" if folder == "." else folder) for folder in folders)

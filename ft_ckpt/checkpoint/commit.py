@@ -9,10 +9,10 @@ is then put in place in one of three ways:
                                 first; the new files come in, the new manifest last
 
 The third serves folders that cannot be moved (a mount point, the working directory), file systems without exchange,
-mounted buckets, and folders of foreign files. What is left to do afterwards is read off the disk, see `recover_target`.
+mounted buckets, and folders of foreign files. The files on the disk determine the remaining work, see `recover_target`.
 
-At every instant the old or the new checkpoint is in place, or after a pour that was cut short `recover_target` restores
-one of them. Files that were never ours stay.
+At every instant the old or the new checkpoint is in place, or `recover_target` can restore one of them after an
+interrupted pour. Files that no manifest of ours listed stay.
 """
 
 import contextlib
@@ -57,8 +57,8 @@ def recover_target(target: Path) -> tuple[str, ...]:
 
     A leftover stays while its owner lives, see `locks`. Leftovers of other machines are settled at once if they were
     being put in place, unsealed stages after a day: `target` must have no other writer. Leftovers of saves beside it
-    are settled too once their owners are gone. A leftover that cannot be settled is a warning, or a TargetError or
-    UnreadableError if the previous checkpoint is not back in place.
+    are settled too once their owners have ended. A leftover that cannot be settled is a warning, or a TargetError or
+    UnreadableError if the previous checkpoint could not be restored.
     """
     with explained(target):
         target = local_disk.real_path(target)
@@ -206,7 +206,7 @@ _NO_SWAP = {
 
 
 def check_target(target: Path, needed_bytes: int) -> None:
-    """Check that a checkpoint of `needed_bytes` can be written to `target`; changes nothing.
+    """Check that a checkpoint of `needed_bytes` can be written to `target`; may make a temporary hidden folder.
 
     Raises TargetError when `target` is a file or cannot be created or written; NoSpaceError when its device has less
     than `needed_bytes` free. An overwrite needs space for both checkpoints, so the old one does not count as free.
@@ -259,7 +259,7 @@ def commit_stage(stage: Path, target: Path, manifest: Manifest, access: Access =
 
     Raises CorruptError when stage and manifest differ, ManifestError when a path leads out of the folder, TargetError
     or NoSpaceError when `target` cannot be written: the old checkpoint is still there. One TargetError is raised after
-    the commit, and says so: the new checkpoint is in place but might not survive a power cut.
+    the commit, with a message of its own: the new checkpoint is in place but might not survive a power cut.
     """
     with explained(target):
         target = local_disk.real_path(target)

@@ -96,16 +96,14 @@ def set_aside(path: Path, manifest: Manifest) -> Path | None:
 
 
 def finish_deletion(path: Path) -> Removal:
-    """Complete the deletion that the tombstone in `path` describes, see the table on top; may be interrupted and
-    repeated.
-    """
+    """Complete the deletion that the tombstone in `path` describes, see the table on top; repeatable."""
     if _name_of_gone(path):
         return _remove_folder(path)
     if why := deletion_guards(path):
         return Removal(path, why=why if _restore_manifest(path) else ())
     committed = (path / MANIFEST_NAME).exists()
     store = LocalStore(path)
-    doomed = {SIGNATURE_NAME, *manifest_files(store, TOMBSTONE)}  # it signs the manifest that is gone
+    doomed = {SIGNATURE_NAME, *manifest_files(store, TOMBSTONE)}  # the signature covers the old manifest
     doomed -= manifest_files(store, MANIFEST_NAME) if committed else set()
     freed = releasable_bytes(path, doomed)
     local_disk.delete_files(doomed, path)
@@ -195,7 +193,7 @@ def _restore_manifest(path: Path) -> bool:
 
 
 def _close_folder(path: Path) -> Removal:
-    """Delete the marks and the tombstone of a checkpoint whose files are gone, and its folder if that empties it."""
+    """Delete the marks and the tombstone of a checkpoint whose files are deleted, and its folder if that empties it."""
     if not _other_files(path):
         gone = path.with_name(f".{path.name}{TOMBSTONE}")  # so that no empty folder has the checkpoint's name
         local_disk.move(path, gone)

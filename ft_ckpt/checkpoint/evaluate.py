@@ -103,11 +103,11 @@ def evaluate_run(
     `run` is a folder or URL that may not exist yet. In `command`, `{path}` is replaced by the path or URL of the
     checkpoint. The last line that it prints on standard output is the number, or a JSON object of numbers with `metric`
     among them. They become metrics of the checkpoint, which is leased meanwhile. A checkpoint that is damaged (as by
-    `verify(deep=False)`), or at which the command fails twice, is skipped: `on_trouble` gets a line for each problem.
-    Ends on SIGINT or SIGTERM, after the command under way, and after `idle_seconds` without a new checkpoint.
+    `verify(deep=False)`), or for which the command fails twice, is skipped: `on_trouble` gets a line for each problem.
+    Ends on SIGINT or SIGTERM, after the command in progress, and after `idle_seconds` without a new checkpoint.
 
-    Raises ConfigError for a command or metric that cannot be. At the end for want of new checkpoints it raises the
-    error of the last one that was skipped.
+    Raises ConfigError for an invalid command or metric. When it ends after `idle_seconds`, it raises the last error of
+    a checkpoint that was not measured.
     """
     check_metric(metric)
     if not any(PATH in word for word in command):
@@ -121,7 +121,7 @@ def _measure(command: Sequence[str], metric: str) -> dict[str, float]:
     """The numbers that `command` prints, `metric` last. Raises _CommandError; ConfigError if it cannot be started."""
     with spool_file() as output:
         try:
-            # The command is the user's own. A session of its own: Ctrl-C in a terminal ends only the watcher.
+            # The command is the user's own. In a new session, so that Ctrl-C in a terminal ends only the watcher.
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, start_new_session=True)  # noqa: S603
         except (OSError, ValueError) as error:
             raise ConfigError(f"{command[0]}: cannot be started ({error})") from error

@@ -1,4 +1,4 @@
-"""Follows a run: visits its checkpoints as they come, until a signal."""
+"""Follows a run: visits each new checkpoint, until a signal or an idle time."""
 
 import signal
 import threading
@@ -21,11 +21,11 @@ Key = tuple[str, str]  # name and time of a save
 
 @dataclass(eq=False)
 class Follower(ABC):
-    """Visits each new checkpoint of a run once, with `visit`; remembers those that are done."""
+    """Calls `visit` with the checkpoints of a run that are not settled yet."""
 
     run: Place
     on_trouble: Callable[[str], object]
-    settled: set[Key] = field(default_factory=set, init=False)  # done, skipped, or not to be done any more
+    settled: set[Key] = field(default_factory=set, init=False)  # done, skipped or obsolete: not visited again
     errors: dict[Key, CheckpointError] = field(default_factory=dict, init=False)  # of checkpoints that are not done
     outages: set[str] = field(default_factory=set, init=False)  # reported errors that may pass, since the last success
     stop: threading.Event = field(default_factory=threading.Event, init=False)  # set by a signal
@@ -35,17 +35,17 @@ class Follower(ABC):
 
     @abstractmethod
     def visit(self, waiting: Sequence[CheckpointInfo], infos: Sequence[CheckpointInfo]) -> None:
-        """Do what is due for `waiting`, those of `infos` that are not settled; both oldest first."""
+        """Process `waiting`, those of `infos` that are not settled; both oldest first."""
 
     def follow(self, idle_seconds: float | None, poll_seconds: float) -> None:
         """Visit the checkpoints until SIGINT or SIGTERM, or `idle_seconds` without a new checkpoint.
 
-        A visit under way is finished first. At the end for want of new checkpoints, raises the newest of `errors`.
+        A visit in progress is finished first. After `idle_seconds`, raises the newest of `errors`.
         """
         quiet_since = time.monotonic()
         with _stop_on_signal(self.stop):
             while not self.stop.is_set():
-                looked = time.monotonic()  # a checkpoint may come during a long visit, after the look
+                looked = time.monotonic()  # a checkpoint may be committed after the listing, during a long visit
                 if self._look():
                     quiet_since = time.monotonic()
                 elif idle_seconds is not None and looked - quiet_since >= idle_seconds:

@@ -4,8 +4,9 @@ Every operation on a checkpoint in a bucket first puts a mark and then lists the
 operations at least one sees the other's mark. A removal gives way: it deletes its tombstone when it sees a pin, a
 lease, a save, or another removal. All others wait until the removal is over, and list again.
 
-A mark is valid for ten minutes after it was last renewed, by the clock of the store (read from one's own new mark). On
-the machine of its process it is valid only while the process lives. Pins are always valid.
+A mark is valid for ten minutes after it was last renewed, by the clock of the store (the time of the reader's new
+mark). On the machine of its process it is valid only while the process lives. Pins, metrics and signatures do not
+expire.
 """
 
 import getpass
@@ -214,8 +215,8 @@ def _user_name() -> str:
 def hold_lease(path: str | os.PathLike[str] | Place) -> Iterator[str | None]:
     """Protect the checkpoint `path` from deletion while the block runs; read its manifest inside, once.
 
-    Does nothing if it is no checkpoint of ours, or its folder cannot be written, where nothing can be deleted either.
-    In a bucket it must be a checkpoint; yields the name of the lease for `settled_list`.
+    Does nothing without a manifest, or if the folder cannot be written: nothing can be deleted there either. In a
+    bucket it must be a checkpoint; yields the name of the lease for `settled_list`.
     """
     store = open_place(path).folder
     if not isinstance(store, LocalStore):
@@ -309,7 +310,7 @@ class SaveMark:
             return False
 
     def take(self) -> None:
-        """Put the mark, replacing that of a dead save. Raises TargetError while another save is alive."""
+        """Put the mark, replacing that of a dead save or of this run. Raises TargetError while another is alive."""
         try:
             put_mark(self.store, SAVING, create_only=True, **self._facts)
         except NameTakenError:
@@ -318,9 +319,9 @@ class SaveMark:
         self._begin_beats()
 
     def take_after_look(self) -> None:
-        """As `take`, in a store without conditional writes: after a look whether a mark is there.
+        """As `take`, in a store without conditional writes: checks for a mark first.
 
-        Of two saves that look at the same moment both go on; `check` refuses the one whose mark was replaced.
+        Two saves that check at the same moment both continue; `check` refuses the one whose mark was replaced.
         """
         if self.store.stat(SAVING) is None:
             put_mark(self.store, SAVING, **self._facts)
@@ -329,7 +330,7 @@ class SaveMark:
         self._begin_beats()
 
     def declare_clear(self) -> None:
-        """Record in the mark that the folder was empty, for the cleanup after a crash."""
+        """Record in the mark that no foreign files are in the folder, for the cleanup after a crash."""
         if not self.cleared:
             self.cleared = True
             put_mark(self.store, SAVING, **self._facts)

@@ -1,4 +1,4 @@
-"""The records that reach the disk, and their JSON form.
+"""The manifest of a checkpoint: its records and their JSON form.
 
 A checkpoint folder is committed if and only if `ft_ckpt.json` (MANIFEST_NAME) is in it. Everything in this module is
 frozen data, without access to disk or torch.
@@ -37,12 +37,12 @@ class FieldError(ValueError):
 
 @cache
 def reader_of(kind: Any) -> _Reader:
-    """The function that turns a value of JSON into a `kind`.
+    """The function that converts a JSON value to a `kind`.
 
     Kinds are dataclasses, named tuples, tuple[X, ...], Mapping[str, X], X | None, str, int, float, bool and Any.
 
-    It raises FieldError for a value of another type, and for a field that is missing; fields that are not declared are
-    dropped. A record may come as the list of its fields, too.
+    It raises FieldError for a value of another type and for a missing field; undeclared fields are dropped. A record
+    may also be the list of its fields.
     """
     inside = get_args(kind)
     if isinstance(kind, type) and (is_dataclass(kind) or hasattr(kind, "_fields")):
@@ -133,7 +133,7 @@ def _read_integer(value: Any) -> int:
 
 
 def _read_float(value: Any) -> float:
-    """A float; infinities are stored as text. Anything else is NaN, because ft_ckpt 0.1.0 did not refuse it."""
+    """A float; NaN and infinities are stored as text. Anything else becomes NaN: ft_ckpt 0.1.0 did not refuse it."""
     try:
         return value if type(value) in (int, float) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -175,11 +175,11 @@ class BaseRecord:
 
 @dataclass(frozen=True)
 class PartRecord:
-    """One loadable thing in the checkpoint: a model, an adapter or a plain module, in a folder of its own."""
+    """One part of the checkpoint: a model, an adapter, a plain module or the training state, in a folder of its own."""
 
     name: str  # "" for the whole model, an attribute path such as "policy", or an adapter's name
     path: str  # folder relative to the checkpoint, "" for the checkpoint folder itself
-    kind: str  # "model" | "adapter" | "module"
+    kind: str  # "model" | "adapter" | "module" | "state"
     format: str  # a name of `formats.registry`, such as "safetensors"
     class_name: str
     tensors: tuple[TensorRecord, ...]
@@ -193,7 +193,7 @@ class PartRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What was committed: the root record of `ft_ckpt.json`."""
+    """The root record of `ft_ckpt.json`."""
 
     parts: tuple[PartRecord, ...]
     files: tuple[FileRecord, ...]
@@ -220,7 +220,7 @@ def parse_time(created: str) -> datetime | None:
     try:
         then = datetime.fromisoformat(created.replace("Z", "+00:00"))
         return then.astimezone(timezone.utc) if then.tzinfo else then.replace(tzinfo=timezone.utc)
-    except (OverflowError, ValueError):  # also outside of the years that datetime has
+    except (OverflowError, ValueError):  # also for years that datetime does not support
         return None
 
 
@@ -305,7 +305,7 @@ def _parse_document(text: str, source: str) -> dict[str, Any]:
 
 
 def _check_digest(document: dict[str, Any], text: str, source: str) -> None:
-    """Compare a manifest with its digest; one without is of 0.1.0 and must have no field of later versions."""
+    """Compare a manifest with its digest; one without is by 0.1.0 and must have no undeclared fields."""
     expected = document.get("digest")
     if "digest" in document:
         found = _text_digest(text.replace(_digest_line(str(expected)), "", 1))

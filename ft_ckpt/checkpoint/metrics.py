@@ -1,7 +1,7 @@
 """Metrics that were measured after a save: a mark for each in the checkpoint's folder.
 
-The manifest stays as it is, so that readers, copies and signatures do not see another checkpoint. A mark names the save
-that was measured; after an overwrite it is ignored.
+The manifest does not change, so that copies and signatures stay valid. A mark names the save that was measured; after
+an overwrite it is ignored.
 """
 
 import json
@@ -39,7 +39,7 @@ def read_metrics(store: Store, manifest: Manifest) -> Mapping[str, float]:
 
 
 def check_metric(name: str) -> None:
-    """Raise ConfigError for a name that no mark can have."""
+    """Raise ConfigError for a name that is empty or too long for the name of a mark."""
     if not name or len(quote(name, safe="")) > _LONGEST_NAME:
         raise ConfigError(f"metric {name!r}: expected 1 to {_LONGEST_NAME} bytes, percent-encoded")
 

@@ -1,9 +1,8 @@
 """Opens all files of one checkpoint, so that readers see one save even if it is replaced or deleted meanwhile.
 
-A checkpoint may be replaced or deleted between two files that are opened by path. So every file is opened first, and
-the manifest is compared again when the last one is open; if it has changed, everything is opened again. Libraries find
-the files in a folder of links to the open descriptors. A bucket is listed instead: each object is read in the listed
-version, or not at all.
+Every file is opened before the first is read. When the last one is open, the manifest is compared again; if it has
+changed, everything is opened again. Libraries find the files in a folder of links to the open descriptors. A bucket is
+listed instead: each object is read in the listed version, or not at all.
 """
 
 import hashlib
@@ -83,9 +82,9 @@ class OpenCheckpoint:
     ) -> tuple[str, ...]:
         """The problems of the open files, as `catalog.verify` reports them, and of files beside them.
 
-        The digests of the files `late` are not compared yet, see `late_proofs`. Large files among `keep` that are in
-        the page cache are then used in the mapping that was digested; with `own`, others are read into private memory,
-        if there is enough, and used there.
+        The digests of the files `late` are not compared yet, see `late_proofs`. Large files among `keep` stay in memory
+        for later reads: those in the page cache as the mapping that was digested; with `own`, others in private memory,
+        if there is enough.
         """
         kept = self.store if deep and isinstance(self.store, KeptStore) else None
         digest = digest_of_open if kept is None else keeping_digest(kept, frozenset(keep), own)
@@ -104,12 +103,12 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(place: str | os.PathLike[str] | Place, *, compares: bool = True) -> Iterator[OpenCheckpoint]:
-    """The checkpoint at `place`, with its files open while the block runs, and leased so that it is not deleted.
+    """The checkpoint at `place`, with its files open and a lease against deletion while the block runs.
 
     Bytes read in its `store` are compared with the digests in its manifest, see `proofs`: small files when they are
     opened, all others at each commit and at the end of the block. With `compares=False` the caller does that.
 
-    A missing file is missing in its `store`. Raises NotACheckpointError or ManifestError as `load_manifest` does;
+    A missing file raises MissingError when it is read. Raises NotACheckpointError or ManifestError as `load_manifest`;
     CorruptError when a file that was read is damaged, an object is not the committed one, a file cannot be opened or is
     not a regular file, or (outside Linux, where open files have no paths) the checkpoint was replaced meanwhile.
     """
@@ -143,20 +142,18 @@ def _proved(held: OpenCheckpoint, compares: bool) -> Iterator[OpenCheckpoint]:
 
 
 def checkpoint_around(place: Place) -> tuple[Store, str] | None:
-    """The checkpoint of ours that `place` is, or lies in, and its name there; None if there is none."""
+    """The checkpoint of ours that is or contains `place`, and the name of `place` in it; None if there is none."""
     around = place.folders_around()
     return next(((store, name) for store, name in around if store.stat(MANIFEST_NAME) is not None), None)
 
 
 @contextmanager
 def hold_open(path: str | os.PathLike[str] | Place, *, compares: bool = True) -> Iterator[Place]:
-    """Where to read the file or folder `path` while the block runs.
+    """Yield the place to read the file or folder `path` from.
 
-    A checkpoint of ours, or the one that contains it, is opened; the result is then among its open files, which are
-    compared as for `open_checkpoint`. A file that the checkpoint does not list, and anything outside of checkpoints of
-    ours, is read in place.
-
-    Raises what `open_checkpoint` does.
+    The checkpoint of ours that is or contains it is opened; the result is then among its open files, which are compared
+    as for `open_checkpoint`. A file that the checkpoint does not list, and anything outside of checkpoints of ours, is
+    read in place. Raises what `open_checkpoint` does.
     """
     place = open_place(path)
     found = checkpoint_around(place)
@@ -190,7 +187,7 @@ def _open_listed(store: Store, stack: ExitStack) -> OpenCheckpoint:
 
 
 def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
-    """Open everything; None when the checkpoint was replaced meanwhile."""
+    """Open all files; None when the checkpoint was replaced meanwhile."""
     marker = _open_or_none(path / MANIFEST_NAME, stack)
     if marker is None:
         raise NotACheckpointError(why_no_checkpoint(LocalStore(path)))
@@ -268,7 +265,7 @@ class EarlierCheckpoint:
 
 
 def earlier_checkpoints(beside: Store, most: int) -> Iterator[EarlierCheckpoint]:
-    """The newest complete checkpoints in a folder, newest first, at most `most`."""
+    """Up to `most` committed checkpoints directly below a folder, newest first."""
     sealed: list[tuple[float, str]] = []
     with suppress(OSError):
         for folder in beside.list_folder().folders:

@@ -193,7 +193,7 @@ def survey_run(
     """The checkpoints in the folder `root` of a run, oldest first; links and `root` itself are left out.
 
     Guarded: checkpoints in `protect`, pinned or leased ones, targets of links in `root`, and those that a save is about
-    to replace. Raises UnreadableError when a manifest, or `root`, cannot be read now: rules that see only some
+    to replace. Raises UnreadableError when a manifest, or `root`, cannot be read now: rules applied to some of the
     checkpoints could delete the wrong ones.
     """
     return _survey(open_run_folder(open_place(root)), protect)
@@ -243,9 +243,9 @@ def make_room(
     run_id: str | None = None,
     protect: Iterable[str | os.PathLike[str] | Place] = (),
 ) -> PruneReport:
-    """Delete, before the save of `step`, the checkpoints that `keep` will not ask for after it.
+    """Delete the checkpoints that `keep` will not ask for once `step` is saved.
 
-    The newest valid ones of today stay, because the new one is not committed yet. Reports as `prune_run` does.
+    The newest valid ones stay, because the new one is not committed yet. Reports as `prune_run` does.
     """
 
     def as_if_saved(run: RunFolder) -> PrunePlan:
@@ -268,8 +268,9 @@ def make_room(
 
 
 def remove_checkpoints(root: Place, drop: Iterable[Path | str], strip: Iterable[Path | str]) -> PruneReport:
-    """Delete the checkpoints `drop` of the run in `root`, and the training states of `strip`, unless something guards
-    them. Removals that were interrupted are finished first. Reports as `prune_run` does.
+    """Delete the checkpoints `drop` of the run in `root`, and the training states of `strip`, unless they are guarded.
+
+    Interrupted removals are finished first. Reports as `prune_run` does.
     """
     return _run_plan(root, lambda _: PrunePlan({}, tuple(drop), tuple(strip)))
 
@@ -396,10 +397,10 @@ def ensure_space(
     protect: Iterable[Place] = (),
     tries: int = 0,
 ) -> None:
-    """Return when `target` can be written and its disk has `needed_bytes`; at once where there is no limit.
+    """Return when `target` can be written and its disk has `needed_bytes`; at once in a bucket.
 
     `tries`: how often this save has filled the disk already. Raises NoSpaceError when there is no room and
-    `config.when_full` allows nothing more, TargetError when `target` cannot be written.
+    `config.when_full` allows no further step, TargetError when `target` cannot be written.
     """
     if target.folder.free_bytes() is None:
         return

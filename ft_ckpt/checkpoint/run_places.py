@@ -28,7 +28,7 @@ def check_directory(directory: Place, config: SaverConfig, *, is_main: bool) -> 
         commit.check_target(store.folder, 0)
         return
     if is_hub_bucket(directory):
-        store.create("checkpoint", 0)  # refused by name
+        store.create("checkpoint", 0)  # raises ConfigError
     if "{step}" not in config.name_template and not config.overwrite:
         raise ConfigError(
             f"name_template={config.name_template!r}: saves replace each other, which in a bucket takes "
@@ -76,7 +76,7 @@ class RunPlaces:
     """The directory of a run and its local staging directory."""
 
     directory: Place | None = None  # of its checkpoints
-    staging: Place | None = None  # where they are committed first, if that is another folder
+    staging: Place | None = None  # they are committed here first, if given, and uploaded afterwards
 
     @property
     def target(self) -> Place | None:
@@ -88,7 +88,7 @@ class RunPlaces:
         return tuple(each for each in (self.directory, self.staging) if each is not None)
 
     def beside(self, checkpoint: Place) -> tuple[Place, ...]:
-        """The locations of a checkpoint in all folders of the run; only its own if it is outside of them."""
+        """The locations of a checkpoint, one per folder of the run; only its own if it is outside of them."""
         if not any(checkpoint.beside.identity == each.folder.identity for each in self.folders):
             return (checkpoint,)
         return tuple(Place(each.folder, checkpoint.basename) for each in self.folders)

@@ -1,6 +1,6 @@
-"""The session of a run: through it processes beside the trainer, its writers, hand in their parts of each checkpoint.
+"""The session of a run: processes beside the trainer, its writers, hand in their parts of each checkpoint.
 
-All of it is files, below the folder of the run, on a disk or in a bucket:
+It consists of files below the folder of the run, on a disk or in a bucket:
 
     .ft_ckpt-writers/session.json              the open session; written by the trainer alone
     .ft_ckpt-writers/TOKEN/joined/NAME         the mark of the process that is the writer NAME
@@ -9,9 +9,9 @@ All of it is files, below the folder of the run, on a disk or in a bucket:
 
 The trainer asks for a step in session.json, waits for HANDED of each writer, and takes the files into the stage of its
 save, below state/writers/NAME. So they are files of one checkpoint, which one manifest commits. Every start of the
-trainer, and every resume, opens a session with a new token: what an earlier session left is never taken.
+trainer, and every resume, opens a session with a new token: files of an earlier session are never used.
 
-Clocks are compared with the store's only. Whether a process lives is judged as for other marks, see `guards`.
+The age of a mark is measured by the store's clock alone. Process liveness is decided as for other marks, see `guards`.
 """
 
 import json
@@ -39,13 +39,13 @@ SESSION, HANDED = "session.json", "handed.json"
 PARTS = "state/writers"  # folder in a checkpoint
 STATE_FILE = "state.safetensors"  # of a writer's state, in its folder
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.2  # between looks at a disk
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.2  # between polls of a disk
 _BUCKET_PAUSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class LastCheckpoint:
-    """The checkpoint that a process which joins now must continue from."""
+    """The checkpoint from which a process that joins now must continue."""
 
     path: str  # its name in the folder of the run; its location if it is elsewhere
     identity: str  # see OpenCheckpoint
@@ -62,9 +62,9 @@ class Session:
 
     token: str
     writers: tuple[str, ...]
-    optional: tuple[str, ...]  # those without which a checkpoint is committed, too
+    optional: tuple[str, ...]  # a checkpoint may be committed without these
     last: LastCheckpoint | None
-    asked: int | None = None  # the step whose state is wanted
+    asked: int | None = None  # the step whose state is requested
 
     def group(self, name: str) -> tuple[str, ...]:
         """The writers `name`-0, `name`-1, ..."""
@@ -75,7 +75,7 @@ class Session:
 class HandedIn:
     """The contents of HANDED: the files of one writer for one step, or the error that its state function raised."""
 
-    files: tuple[FileRecord, ...] = ()  # a `linked` file is not there: it equals that of the last checkpoint
+    files: tuple[FileRecord, ...] = ()  # a `linked` file is not handed in: it equals that of the checkpoint `last`
     last: str | None = None  # path of that checkpoint, as in `LastCheckpoint`
     error: str | None = None
 
@@ -89,7 +89,7 @@ def room_of(run: Store) -> Store:
 
 
 def read_session(room: Store) -> Session | None:
-    """The session in session.json, which may be over; None without one."""
+    """The session in session.json, which may have ended; None without one."""
     with suppress(CheckpointError, FieldError, ValueError):
         found: Session = _session_of(json.loads(read_text(room, SESSION)))
         return found
@@ -107,7 +107,7 @@ def handed_folder(session: Session, step: int, name: str) -> str:
 
 
 def is_open(room: Store) -> bool:
-    """Whether the process that opened the session may live. Writes an object to read the clock of the store."""
+    """Whether the process that opened the session may be alive. Writes an object to read the clock of the store."""
     if locks.is_gone(read_mark(room, SESSION)):
         return False
     found = room.stat(SESSION)
@@ -115,7 +115,7 @@ def is_open(room: Store) -> bool:
 
 
 def pauses(store: Store) -> Iterator[float]:
-    """Seconds to sleep between looks at `store`, which grow to a limit."""
+    """Seconds to sleep between polls of `store`, which grow to a limit."""
     pause = _FIRST_PAUSE_SECONDS if isinstance(store, LocalStore) else _BUCKET_PAUSE_SECONDS
     while True:
         yield pause
@@ -123,7 +123,7 @@ def pauses(store: Store) -> Iterator[float]:
 
 
 def check_writer_names(names: Iterable[str]) -> None:
-    """Raise ConfigError naming those that are no name of a writer, and those that come twice."""
+    """Raise ConfigError for invalid or repeated names of writers, and for none."""
     names = list(names)
     wrong = [repr(name) for name in names if not isinstance(name, str) or not _NAME.fullmatch(name)]
     wrong += sorted({f"{name!r} twice" for name in names if names.count(name) > 1})
@@ -193,17 +193,17 @@ class OpenSession:
         self._write()
 
     def collect(self, step: int, stage: Store) -> tuple[list[FileRecord], list[str]]:
-        """Wait for the files of all writers for `step`, and take them into `stage`; their records, and notes.
+        """Wait for the files of all writers for `step`, and take them into `stage`; returns their records, and notes.
 
-        May be called again for a stage of another try. Raises WriterError naming all that have ended, failed, or handed
-        in nothing when time is up, which counts from `ask`.
+        May be repeated with another stage. Raises WriterError naming all required writers that have ended, failed, or
+        handed in nothing `timeout_seconds` after `ask`; optional ones become notes.
         """
         records, notes, waiting = list[FileRecord](), list[str](), [*self.session.writers]
         pause = pauses(self.room)
         while waiting:
             is_late = time.monotonic() > self._asked_at + self.timeout_seconds
             reasons = {name: self._why_ended(name) or (self._why_late(name) if is_late else "") for name in waiting}
-            ready = self._ready(step)  # after the look at processes: one may hand in and end
+            ready = self._ready(step)  # after the processes are checked: one may hand in and end
             problems = {name: reason for name, reason in reasons.items() if reason and name not in ready}
             for name in [name for name in waiting if name in ready]:
                 waiting.remove(name)
@@ -224,7 +224,7 @@ class OpenSession:
     def note_committed(self, last: LastCheckpoint) -> None:
         """Let processes that join from now on continue from the checkpoint `last`.
 
-        Files that were handed in for earlier steps are deleted. Those of its own step stay, for another save of it.
+        Files that were handed in for earlier steps are deleted. Those of its own step stay, for a repeated save.
         """
         asked = self.session.asked
         self.session = replace(self.session, last=last, asked=None if asked == last.step else asked)

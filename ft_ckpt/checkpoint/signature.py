@@ -28,7 +28,7 @@ _UNSIGNED = (SIGNATURE_NAME, f"{PREFIX}pin")  # recorded in the bundle, for read
 def make_signature(
     opened: Store, manifest: Manifest, key: str | os.PathLike[str] | None, password: str | None, provider: str | None
 ) -> bytes:
-    """The bundle for the checkpoint whose open files are in `opened`; without `key`, by Sigstore's keyless way.
+    """The bundle for the checkpoint whose open files are in `opened`; without `key`, by Sigstore's keyless signing.
 
     Raises ConfigError for an unusable key, or without the library; TargetError when Sigstore cannot be used now.
     """
@@ -95,7 +95,7 @@ def _signed_names(manifest: Manifest) -> list[str]:
 
 @dataclass(frozen=True)
 class _ListedFiles:
-    """Hashes, for the library, the files that a signature covers, whatever others are beside them."""
+    """Stands in for the library's hashing configuration: hashes exactly the files that a signature covers."""
 
     config: Any  # model_signing.hashing.Config
     manifest: Manifest
@@ -108,7 +108,7 @@ class _ListedFiles:
         return _with_known(self.config.hash(model_path, files_to_hash=present), known)
 
     def add_ignored_paths(self, **_: Any) -> None:
-        """Ignore nothing that a bundle names: it has to cover all files."""
+        """Does nothing: a bundle must not exclude files."""
 
 
 def _with_known(hashed: Any, known: Mapping[str, str]) -> Any:

@@ -189,9 +189,7 @@ def open_object_staging(
 def clear_folder(
     store: Store, listed: Sequence[Stored], mark: SaveMark, *, overwrite: bool, keep: Collection[str] = ()
 ) -> None:
-    """Delete the objects in the way of a save that may be deleted, but not those it will `keep`; raises as
-    `open_object_staging`.
-    """
+    """Delete the objects in the way of a save, except those it will `keep`; raises as `open_object_staging` does."""
     names = {each.name for each in listed}
     guards = sorted(name for name in names if name.startswith((PIN, LEASE)))
     listing_files = [name for name in names if name.startswith((MANIFEST_NAME, TOMBSTONE))]

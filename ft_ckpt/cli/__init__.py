@@ -1,7 +1,7 @@
 """`ft-ckpt`: list, verify, compare, convert and prune checkpoints.
 
-Nothing here holds logic. A command's module is imported when the command is called; it declares the arguments, calls
-and prints. Begin at the table of commands below.
+A command's module is imported when the command is called. It declares the arguments, calls the library and prints. Only
+`plan`, `report`, `doctor` and `check-resume` compute their results here. Begin at the table of commands below.
 """
 
 import os
@@ -73,8 +73,8 @@ class _Parser(ArgumentParser):
 def main() -> NoReturn:
     """Run `ft-ckpt` on the arguments of the process.
 
-    Exit code 0; 1 when a check failed, two differ or there was nothing to undo; 2 for an error, printed in one line;
-    141 when the reader of the output is gone.
+    Exit code 0; 1 when a check failed, a comparison found differences, or there was nothing to undo; 2 for an error,
+    printed in one line; 141 on a broken pipe.
     """
     accept_any_text()
     sys.excepthook = lambda *crash: print_lines(
@@ -100,7 +100,8 @@ def run_command(words: Sequence[str]) -> int:
         if not words or words[0] not in COMMANDS:
             return _run_without_command(words or ["--help"])
         parser = _command_parser(words[0])
-        # argparse cannot mix options with arguments of a varying number, unless asked to; a script's own stay its own.
+        # Only the intermixed parser takes options after a variable number of arguments. For these two commands, all
+        # words after the script or after -- belong to the script or command.
         parse = parser.parse_args if words[0] in ("check-resume", "watch") else parser.parse_intermixed_args
         options = parse(words[1:])
         return options.run(options) or 0
@@ -148,12 +149,12 @@ def _completions(words: Sequence[str]) -> list[str]:
 
 
 def tensorflow_to_h5() -> None:
-    """Run `ft-ckpt convert` on a checkpoint of TensorFlow and an HDF5 file to be: `tensorflow-to-h5 SRC DST`."""
+    """`tensorflow-to-h5 SRC DST`: convert a TensorFlow checkpoint to an HDF5 file, as `ft-ckpt convert` does."""
     sys.argv[1:] = ["convert", *sys.argv[1:], "--format", "h5"]
     main()
 
 
 def h5_to_tensorflow() -> None:
-    """Run `ft-ckpt convert` on a file and a folder for TensorFlow to be: `h5-to-tensorflow SRC DST`."""
+    """`h5-to-tensorflow SRC DST`: convert a file to a TensorFlow checkpoint folder, as `ft-ckpt convert` does."""
     sys.argv[1:] = ["convert", *sys.argv[1:], "--format", "tensorflow"]
     main()

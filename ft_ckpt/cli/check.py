@@ -1,4 +1,4 @@
-"""`ft-ckpt check-resume`: runs a script without a stop, then stopped and resumed, and proves that both did the same."""
+"""`ft-ckpt check-resume`: runs a script without a stop, then with a stop and a resume, and compares both runs."""
 
 import os
 import shlex
@@ -24,7 +24,7 @@ _TAIL_LINES = 30  # of the output of a script that failed
 
 @dataclass(frozen=True)
 class MetricRow:
-    """One metric of one step in both runs. Values are `float.hex` text; None if a run has none."""
+    """One metric of one step in both runs. Values are `float.hex` text; None if a run lacks the metric."""
 
     step: int
     metric: str | None
@@ -89,10 +89,10 @@ def _check_resume(options: Namespace) -> int:
 
 
 def rehearse_script(command: Sequence[str], room: Path, steps: int, stop: int) -> Finding:
-    """Run `command` three times in the folder `room`: for `steps`, up to `stop`, and resumed from there.
+    """Run `command` three times with checkpoints in `room`: for `steps`, up to `stop`, and resumed from there.
 
-    Raises CheckpointError if the script fails, ends too soon, has no saver or does not step it, and LoadError if it
-    does not resume.
+    Raises CheckpointError if the script fails, ends too soon, makes no saver or never calls its `step`, and LoadError
+    if it does not resume.
     """
     one, other = (Rehearsal(str(room / name), "", steps) for name in ("through", "resumed"))
     through = _run_script(command, replace(one, record=str(room / "through.jsonl")), f"{steps} steps without a stop")
@@ -172,7 +172,7 @@ def _compare_steps(through: Sequence[Step], resumed: Sequence[Step]) -> Iterator
 
 
 def _compare_ends(one: Path, other: Path) -> tuple[int, list[str]]:
-    """The number of tensors at the end, and the names of those that differ; the state of ranks is not compared."""
+    """The number of tensors at the end, and the names of those that differ; per-rank state is not compared."""
     from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
     from ft_ckpt.formats import detect
     from ft_ckpt.model.diff import compare_files

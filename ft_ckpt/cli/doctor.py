@@ -1,4 +1,4 @@
-"""`ft-ckpt doctor PATH|URL`: what a place supports, how fast it is, and what saves do instead."""
+"""`ft-ckpt doctor PLACE`: the operations that a folder or bucket supports, fallbacks for the others, and its speed."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from ft_ckpt.storage.trials import (
     try_place,
 )
 
-_INSTEAD = {  # what ft_ckpt does where an ability is missing
+_INSTEAD = {  # the fallback, or the effect, where an ability is missing
     "rename a folder": "files are moved into place one by one, the manifest last",
     "exchange two folders": "an overwritten checkpoint is put aside file by file; a crash is undone by the next save",
     "hard links": "files that do not change are written anew with each checkpoint",
@@ -78,7 +78,7 @@ def _doctor(options: Namespace) -> int:
 
 
 def examine_place(location: str, size_bytes: int) -> PlaceReport:
-    """Try a folder or bucket. Raises TargetError if there is no such folder, or nothing can be written there."""
+    """Test a folder or bucket. Raises TargetError if there is no such folder, or nothing can be written there."""
     place = open_place(location)
     store = place.folder
     if isinstance(store, LocalStore) and not place.is_folder:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ft_ckpt.model.convert import ConvertReport
     from ft_ckpt.model.diff import Difference
 
-_HERE = "\0"  # in a node of the tree: key of the tensor with this name
+_HERE = "\0"  # key in a node of the tree: full name of the tensor at this node
 
 
 def _add_output_options(parser: ArgumentParser) -> None:

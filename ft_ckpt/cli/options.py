@@ -1,4 +1,4 @@
-"""Options that several commands share; the streams that they print to."""
+"""Options shared by several commands; output to the standard streams."""
 
 import codecs
 import io
@@ -44,13 +44,13 @@ def bounded(kind: Callable[[str], float], least: float, most: float = math.inf) 
     return parse
 
 
-# Control characters, in undecodable bytes too; line separators; marks of direction.
+# Control characters, also as undecodable bytes; line separators; bidirectional marks.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\udc80-\udc9f]")
 _BROKEN_PIPE = 141  # a shell's exit code of a program that SIGPIPE ended
 
 
 def accept_any_text() -> None:
-    """Print undecodable file names as their bytes, and characters that the terminal lacks as escapes."""
+    """Make the streams print undecodable file names as their bytes, and unencodable characters as escapes."""
     codecs.register_error("ft_ckpt", _escape_text)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -65,7 +65,7 @@ def _escape_text(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def print_lines(*lines: str, file: TextIO | None = None) -> None:
-    """Print `lines`, each in one printable line, to standard output or `file`: every output of the command."""
+    """Print each of `lines` as one printable line without secrets, to standard output or `file`."""
     print(*map(printable, lines), sep="\n", file=file)
 
 
@@ -78,7 +78,7 @@ def print_path(path: object) -> None:
 def checked_output() -> Iterator[None]:
     """Flush what the block prints. Raises TargetError if it cannot be written; exits with 141 on a broken pipe.
 
-    At the end of the process Python would print its own message and exit with 120.
+    Without this, Python prints a message of its own at exit and exits with 120.
     """
     try:
         try:

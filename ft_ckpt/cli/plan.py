@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SUFFIXES = (".png", ".svg", ".pdf")
-_PLOT_SPREAD = 20  # the curve reaches from the optimum divided by this to the optimum times this
+_PLOT_SPREAD = 20  # the curve covers the optimum divided by this up to the optimum times this
 _POINTS = 200
 _SAMPLE_BYTES = 256 << 20
 _CHUNK_BYTES = 8 << 20
-_SPREAD = 12  # the table reaches from the optimum divided by this to the optimum times this
+_SPREAD = 12  # the table covers the optimum divided by this up to the optimum times this
 _ROUND = (1, 2, 5)
 
 
@@ -84,7 +84,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class IntervalRow:
-    """One interval. Fractions are relative to the time of work that is not lost; `disk_bytes` is the peak."""
+    """One interval. Fractions are relative to the time of useful work; `disk_bytes` is the peak."""
 
     steps: int
     interval_seconds: float
@@ -166,7 +166,7 @@ def best_steps(job: PlannedRun) -> int:
 
 
 def saving_overhead(job: PlannedRun, steps: float) -> float:
-    """The share of `total_overhead` that saving causes."""
+    """The part of `total_overhead` that saving causes."""
     return job.save_seconds / (steps * job.step_seconds)
 
 
@@ -186,7 +186,7 @@ def interval_rows(job: PlannedRun) -> list[IntervalRow]:
 def _interval_row(job: PlannedRun, steps: int, optimum: bool) -> IntervalRow:
     interval, overhead, share = steps * job.step_seconds, total_overhead(job, steps), saving_overhead(job, steps)
     saves = int(job.hours * 3600 / (interval * (1 + overhead)))
-    held = saves if job.keep_last is None else min(saves, job.keep_last + 1)  # one more while the next is written
+    held = saves if job.keep_last is None else min(saves, job.keep_last + 1)  # and one being written
     disk = None if job.size_bytes is None else held * job.size_bytes
     return IntervalRow(steps, interval, saves, disk, share, overhead - share, overhead, optimum)
 
@@ -237,7 +237,7 @@ def _folder_bytes(folder: Place) -> int:
 
 
 def _measure_save(store: Store, size_bytes: int) -> float:
-    """Seconds to write `size_bytes` durably, extrapolated from a file of 256 MiB at most; without gathering."""
+    """Seconds to write `size_bytes` durably, extrapolated from 256 MiB at most. Gathering shards is not included."""
     from ft_ckpt.storage.writer import Writer, region_of
 
     sample = max(1, min(size_bytes, _SAMPLE_BYTES))

@@ -93,7 +93,7 @@ def _best_rule_of(text: str) -> Best:
 
 
 def _run_id(root: Place, asked: str | None) -> str | None:
-    """The id of the run to prune; None for all. Raises ConfigError when there are several and none was chosen.
+    """The id of the run to prune; None for all. Raises ConfigError for an unknown id, or for several runs without one.
 
     Checkpoints without a run id (exported weights, averages) belong to no run, unless there are no others.
     """

@@ -1,4 +1,4 @@
-"""`ft-ckpt report RUN`: one HTML page about a run, with charts."""
+"""`ft-ckpt report RUN`: an HTML page about a run, with charts."""
 
 import html
 import itertools
@@ -176,7 +176,7 @@ def _html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable
 
 @dataclass(frozen=True)
 class KeptCheckpoint:
-    """One checkpoint on the disk."""
+    """One checkpoint of the run that still exists."""
 
     name: str
     step: int | None
@@ -184,10 +184,10 @@ class KeptCheckpoint:
     kind: str
     metrics: Mapping[str, float]
     size_bytes: int
-    own_bytes: int  # of files that no older checkpoint of the run shares
+    own_bytes: int  # of files that no older checkpoint of the run has
     state_bytes: int
     kept: tuple[str, ...]  # the rules of the run that keep it
-    pinned: str | None  # the reason, maybe ""; None if it is not pinned
+    pinned: str | None  # the reason, possibly ""; None if it is not pinned
     problems: tuple[str, ...]
 
 
@@ -209,16 +209,16 @@ class RunFacts:
     saves: tuple[LoggedSave, ...]
     drift: tuple[Drift, ...]
     metrics: tuple[str, ...]  # most important first
-    notes: tuple[str, ...]  # facts that are missing, with the reason
+    notes: tuple[str, ...]  # missing facts, with the reasons
 
     @property
     def disk_bytes(self) -> int:
-        """The bytes of all files; one that several checkpoints share counts once."""
+        """The bytes of all files; files that checkpoints share count once."""
         return sum(each.own_bytes for each in self.checkpoints)
 
     @property
     def dropped_steps(self) -> tuple[int, ...]:
-        """The steps of saves whose checkpoints are no longer there."""
+        """The steps of saves whose checkpoints have been deleted."""
         there = {each.step for each in self.checkpoints}
         return tuple(each.step for each in self.saves if each.step not in there)
 
@@ -232,7 +232,7 @@ class RunFacts:
 
 
 def gather_facts(run: Path | Place, metrics: Sequence[str], *, comparisons: int) -> RunFacts:
-    """The facts about the folder `run`; the newest `comparisons` pairs of neighbours are compared."""
+    """The facts about the folder `run`; the newest `comparisons` pairs of neighbouring checkpoints are compared."""
     infos = catalog.run_checkpoints(run)
     notes: list[str] = []
     document = _newest_document(infos, notes)
@@ -289,7 +289,7 @@ def _kept_checkpoints(
 
 
 def _file_sizes(info: CheckpointInfo) -> dict[object, tuple[int, bool]]:
-    """(bytes, whether it belongs to the training state) of each file, by a key that hard links share."""
+    """(bytes, whether it belongs to the training state) of each file, by a key that is equal for hard links."""
     state = tuple(f"{part.path}/" for part in info.manifest.parts if part.kind == STATE)
     store = hold_listed(info.store)
     found = {file.path: store.stat(file.path) for file in info.manifest.files}
@@ -316,7 +316,7 @@ _Draw = Callable[["Axes", RunFacts], None]
 _HEIGHT = 2.2  # of a chart, in inches
 _MOST_METRICS = 4
 _MOST_LAYERS = 60
-_LEAST_CHANGE = 1e-12  # of a layer; smaller changes are drawn as this one
+_LEAST_CHANGE = 1e-12  # relative change of a layer; smaller changes are drawn as this
 
 
 def draw_run(facts: RunFacts) -> "Figure":

@@ -142,7 +142,7 @@ def _checkpoints_at(store: Store) -> list[Store]:
     """The folder itself and those directly below it, if they have a manifest or cannot be read."""
     folders = store.list_folder().folders
     below = sorted(each.name for each in folders if not each.name.startswith(".") and not each.is_link)
-    here = [info.store for info in catalog.discover(Place(store))]  # in order of steps; the unreadable ones follow
+    here = [info.store for info in catalog.discover(Place(store))]  # in order of steps; unreadable checkpoints follow
     stores = [store, *(store.within(name) for name in below)]
     return [*here, *(each for each in stores if each not in here and _may_be_checkpoint(each))]
 

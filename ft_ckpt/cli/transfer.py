@@ -1,4 +1,4 @@
-"""The commands `push`, `pull`, `cp` and `sync`. The client of the place is imported when it is used."""
+"""The commands `push`, `pull`, `cp` and `sync`. The client of a bucket or the Hub is imported on use."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -154,7 +154,7 @@ def _sync_lines(report: "SyncReport", *, dry_run: bool) -> Iterator[str]:
 
 
 def _checked_url(text: str) -> str:
-    # The library takes "user/name", too; on the command line that may be a folder.
+    # The library also takes "user/name"; on the command line this may be a folder.
     if "://" not in text:
         raise ConfigError(f"{text}: expected a URL such as hf://user/name")
     return text

@@ -1,4 +1,4 @@
-"""Prints the answers of `ft-ckpt`: tables for people, JSON for programs. Rich is imported where a table is drawn."""
+"""Prints the results of `ft-ckpt`: tables for people, JSON for programs. Rich is imported when a table is printed."""
 
 import dataclasses
 import json
@@ -19,20 +19,20 @@ from ft_ckpt.config import human_size
 from ft_ckpt.messages import printable
 from ft_ckpt.storage.place import Place
 
-_NUMBERS = {"step", "size"}  # columns that are read from the right
+_NUMBERS = {"step", "size"}  # right-aligned columns
 _ORDINARY = {
     "step": "-",
     "parts": "model",
     "state": "no",
     "pinned": "no",
     "valid": "yes",
-}  # a column is left out if all its cells are this
+}  # a column is left out if all its cells have this value
 _LEAST = ("parts", "kind", "state", "age", "pinned")  # columns dropped first when a table is too wide
 _GAP = 2  # between columns
 
 
 def checkpoint_row(info: CheckpointInfo, report: VerifyReport) -> dict[str, Any]:
-    """One checkpoint of a run; `bytes` of all its files, `problems` of the fast verification."""
+    """The row of one checkpoint, as in the JSON output; `problems` are those of the fast verification."""
     manifest = info.manifest
     return {
         "path": str(info.path),
@@ -68,7 +68,7 @@ def show_run(run: Place, rows: Sequence[dict[str, Any]], metrics: Sequence[str],
 
 
 def ranked_metrics(infos: Iterable[CheckpointInfo]) -> list[str]:
-    """The metrics of a run by importance: those that it ranks by, the loss, those of evaluations, others."""
+    """The metrics of a run by importance: metrics that it ranks by, then the loss, then evaluations, then others."""
     infos = list(infos)
     ranked = {name for info in infos for name in info.manifest.rankings}
     known = dict.fromkeys(name for info in infos for name in info.metrics)
@@ -163,7 +163,7 @@ def _table_width(columns: Mapping[str, Sequence[str]]) -> int:
 
 
 def _terminal_width() -> int:
-    """Characters in a line of the terminal; a large number for a file or pipe, where nothing wraps."""
+    """The width of the terminal in characters; a large number for a file or pipe, where nothing wraps."""
     if sys.stdout is None or not sys.stdout.isatty():
         return 100_000
     from rich.console import Console
@@ -172,7 +172,7 @@ def _terminal_width() -> int:
 
 
 def print_table(heads: Sequence[str], rows: Iterable[tuple[str, ...]], *, red: Sequence[int] = ()) -> None:
-    """Print a table as wide as its contents; the first column is not wrapped. `red`: rows in red."""
+    """Print a table as wide as its contents; the first column is not wrapped. `red`: numbers of the rows in red."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -67,7 +67,7 @@ def verdict_on(values: Values, decide: Callable[[Values], Any]) -> Verdict:
 def judge_entries(
     what: str, entries: dict[int, dict[str, Any]], size: int, same: tuple[str, ...], limit: float
 ) -> Verdict | None:
-    """The verdict on a problem that the entries of the ranks show, or None; `same` names fields that must be equal."""
+    """The verdict if the entries of the ranks show a problem, else None; `same` names fields that must be equal."""
     missing = [rank for rank in range(size) if rank not in entries]
     if missing:
         return disagreement(f"{what}: rank(s) {rank_numbers(missing)} did not enter it within {limit:g} s; {ADVICE}")
@@ -122,8 +122,8 @@ def _field_difference(name: str, entries: list[dict[str, Any]]) -> str | None:
     return f"{name} is {first!r} on rank 0 and {other!r} on rank(s) {rank_numbers(differing)}"
 
 
-_PART_BYTES = 4 << 20  # per key: above 8 MiB torch's store dies, and the process group with it
-_KEYS_AT_ONCE = 32  # per call, because the server holds all of its answer in memory
+_PART_BYTES = 4 << 20  # per key: above 8 MiB torch's store crashes, and the process group with it
+_KEYS_AT_ONCE = 32  # per call, because the server holds its whole answer in memory
 
 
 def put_value(store: Any, key: str, value: Any) -> int:
@@ -160,12 +160,12 @@ def _part_key(key: str, number: int) -> str:
     return f"{key}/part-{number}"
 
 
-_LEAST_SECONDS = 10.0  # answers may take this long on a busy machine
+_LEAST_SECONDS = 10.0  # an answer may take this long on a busy machine
 _Call = tuple[futures.Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class AnsweringStore:
-    """A store whose calls raise RankError after `silent_seconds` (at least 10 s) without an answer, and ever after."""
+    """A store that raises RankError after `silent_seconds` (at least 10 s) without an answer, and then at each call."""
 
     def __init__(self, store: Any, silent_seconds: float = 600.0) -> None:
         self.silent_seconds = silent_seconds

@@ -1,7 +1,7 @@
 """Fills live tensors from stored ones: each rank reads its own elements, or rank 0 reads and broadcasts.
 
-Boxes come from the shardings of the present run, so a file written on any number of ranks can be read by any other.
-Many tensors are filled in the order of their bytes, read ahead by threads, past the page cache if that is faster.
+Boxes come from the shardings of the current run, so the number of ranks may differ from that of the save. Threads read
+many tensors ahead in byte order, bypassing the page cache if that is faster.
 """
 
 import hashlib
@@ -68,11 +68,12 @@ class WantedTensor:
 
 
 def fill_all(wanted: Iterable[WantedTensor], threads: int = THREADS, direct: str = "auto") -> int:
-    """Overwrite this rank's elements of each tensor with the stored ones. Returns the number of bytes.
+    """Overwrite this rank's elements of each tensor with the stored ones. Returns the number of bytes read.
 
-    Needs `threads` + 2 blocks of memory beside the tensors. `direct`: as in `read_ahead`. Digests of files that are due
-    are computed while reading; the caller compares them. Raises LoadError naming every tensor that is missing or of
-    another shape or dtype, before anything is read; CorruptError if a file is too short or has changed.
+    Memory beside the tensors: the blocks of `read_ahead`, and a stage of 16 MiB or one row where rows are staged.
+    `direct`: as in `read_ahead`. Digests that are due are computed while reading; the caller compares them. Raises
+    LoadError naming every tensor that is missing or of another shape or dtype, before anything is read; CorruptError if
+    a file is too short or has changed.
     """
     tensors = list(wanted)
     check_all(tensors)
@@ -158,7 +159,7 @@ class _RowsLanding:
 
 
 def _put_rows(box: WantedBox, low: int, rows: Tensor) -> None:
-    """Copy consecutive whole rows of the tensor, `low` the first of them, into the box, as far as it has them."""
+    """Copy consecutive whole rows of the tensor, from row `low` on, into the box; rows outside of it are ignored."""
     if not box.view:
         box.local.copy_(rows.reshape(()))
         return
@@ -172,7 +173,7 @@ def _put_rows(box: WantedBox, low: int, rows: Tensor) -> None:
 
 
 def _landings_of_box(box: WantedBox) -> dict[ByteRun, Landing] | None:
-    """The byte ranges of this rank's box and their landings; None if it is to be read through the file's format."""
+    """The byte ranges of this rank's box and their landings; None if it must be read through the file's format."""
     view, dtype = box.view, box.dtype
     local, mine, name, item = box.local, box.mine, box.name, dtype.itemsize
     run = whole_run(box.file, name)
@@ -239,7 +240,7 @@ def each_reads(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
     wanted = collect()
     check_all(wanted)
     fill_all(tensor for tensor in wanted if not _is_whole_everywhere(tensor))
-    # Processes that read the same bytes share the page cache; past it, each would read the disk.
+    # Processes that read the same bytes share the page cache; with direct I/O each would read the disk.
     fill_all(
         (tensor for tensor in wanted if _is_whole_everywhere(tensor)), direct="auto" if readers_here() == 1 else "off"
     )
@@ -249,7 +250,7 @@ def choose_filler(way: str, ranks: Ranks, bucket_bytes: int) -> Filler:
     """The filler for a `way` of SaverConfig.fan_out, or for "small": rank 0 reads small ranges for all ranks.
 
     With "small" and "broadcast" the filler is collective: all ranks must call it for the same tensors in the same
-    order; an error on one rank is raised on all.
+    order. An error of `collect` on one rank, or of rank 0's reads, is raised on all ranks.
     """
     if way not in ("broadcast", "small") or ranks.size == 1:
         return each_reads
@@ -265,7 +266,7 @@ def choose_filler(way: str, ranks: Ranks, bucket_bytes: int) -> Filler:
 
 
 class _Rows(NamedTuple):
-    """Rows [low, high) of a tensor's view, and their place in a bucket."""
+    """Rows [low, high) of a tensor's view, and their offsets in a bucket."""
 
     tensor: WantedTensor
     low: int
@@ -275,7 +276,7 @@ class _Rows(NamedTuple):
 
 
 class _BroadcastPlan:
-    """The tensors to fill and all memory for it, allocated first, so that no rank fails between broadcasts.
+    """The tensors to fill, and all memory for it, allocated first so that no rank fails between broadcasts.
 
     Needs `bucket_bytes` beside the tensors, or the memory of one row if a row alone is larger. Raises as `check_all`.
     """
@@ -316,7 +317,7 @@ def _cut_into_buckets(wanted: Sequence[WantedTensor], limit: int) -> list[list[_
 def broadcast_tensors(plan: _BroadcastPlan, ranks: Ranks) -> None:
     """Fill each rank's part of tensors that rank 0 reads. Collective, with the same tensors on all ranks.
 
-    Raises the error of reading on rank 0, RankError on the others.
+    A read error is raised on rank 0, and RankError on the others; a rank's own copy error is raised there alone.
     """
     import torch.distributed as dist
 
@@ -340,7 +341,7 @@ def broadcast_tensors(plan: _BroadcastPlan, ranks: Ranks) -> None:
 
 
 def _take_from(bucket: Sequence[_Rows], room: Tensor) -> None:
-    """Copy this rank's elements from the memory of a bucket."""
+    """Copy this rank's elements from the buffer of a bucket."""
     for rows in bucket:
         shape = (rows.high - rows.low, *rows.tensor.info.sharding.view[1:])
         for box in rows.tensor.in_boxes():
@@ -354,7 +355,7 @@ def _is_whole_everywhere(tensor: WantedTensor) -> bool:
 
 
 def _is_small(tensor: WantedTensor) -> bool:
-    """Whether each rank would read a small range of the tensor; the same on all ranks."""
+    """Whether each rank would read a small range of the tensor; must be the same on all ranks."""
     sharding = tensor.info.sharding
     ranges = max(1, len(sharding.owners)) if sharding.is_sharded else 1
     return not sharding.is_opaque and tensor.info.size_bytes < SMALL_RANGE_BYTES * ranges
@@ -369,13 +370,13 @@ def _in_file_order(wanted: list[WantedTensor]) -> list[WantedTensor]:
 
 
 class _PieceFeed:
-    """Regroups pieces of bytes of any size."""
+    """Copies a stream of pieces of any size into buffers of other sizes."""
 
     def __init__(self, pieces: Iterator[Tensor]) -> None:
         self._pieces, self._rest = pieces, torch.empty(0, dtype=torch.uint8)
 
     def fill_all(self, targets: Iterable[Tensor]) -> None:
-        """Fill `targets`, one after the other, with the next bytes."""
+        """Fill `targets` in order with the next bytes of the stream."""
         for target in targets:
             left = target
             while left.numel():

@@ -1,7 +1,7 @@
 """FSDP1 (flat parameters, cut into equal shards) and FSDP2 (DTensor).
 
-Layouts are read from the handles of FullyShardedDataParallel and from DTensors. Only a DTensor whose placement is of an
-unknown kind is unsharded (`full_tensor`).
+Layouts are read from the handles of FullyShardedDataParallel and from DTensors. Only a DTensor with a pending sum or a
+placement of an unknown kind is unsharded (`full_tensor`).
 """
 
 import math
@@ -40,7 +40,7 @@ class FlatParameter:
     dtype: torch.dtype
     requires_grad: bool
     first: int  # index of its first element in the unsharded flat parameter
-    members: Sequence[int] | None  # the ranks that it is cut over; None if each has all of it
+    members: Sequence[int] | None  # the ranks that it is cut over; None if each holds all of it
     original: Any = None  # the parameter that optimizers get; None if that is the flat parameter itself
 
     layout = torch.strided
@@ -71,7 +71,7 @@ class FlatParameter:
 
 
 class FSDP1Wrapper(Wrapper):
-    """FullyShardedDataParallel around a module and, inside, around its layers."""
+    """FullyShardedDataParallel around a module and around its layers."""
 
     child_key = "_fsdp_wrapped_module"
     packages = ("torch.distributed.",)
@@ -136,7 +136,7 @@ def _parameters_of_handle(handle: Any) -> Iterator[tuple[tuple[int, str], FlatPa
 
 
 class FSDP2Wrapper(Wrapper):
-    """FSDP2 and everything else that makes DTensors. FSDP2 wraps no module, but replaces the classes of modules."""
+    """FSDP2 and all other engines that make DTensors. FSDP2 wraps no module, but replaces the classes of modules."""
 
     packages = ("torch.distributed.",)
     attribute_prefixes = ("_fsdp_", "_is_fsdp_", "__composable")
@@ -151,7 +151,7 @@ class FSDP2Wrapper(Wrapper):
         return layout_like(tensor, shape, engine, sharding)
 
     def local_part(self, tensor: Any) -> Tensor | None:
-        with torch.no_grad():  # or torch would record a step of autograd
+        with torch.no_grad():  # else autograd would record `to_local`
             local = tensor.to_local().detach()
         ready: Tensor = local.wait() if hasattr(local, "wait") else local  # the result of a collective may be pending
         if all(map(_is_simple, tensor.placements)):
@@ -159,7 +159,7 @@ class FSDP2Wrapper(Wrapper):
         return shaped_as_box(ready, self.layout_of(tensor).sharding)
 
     def has_data(self, tensor: Any) -> bool:
-        # The first is fast: this is called for all tensors of a model.
+        # The first branch is a fast path: this runs for all tensors of a model.
         return tensor._local_tensor.device.type != "meta" if type(tensor) is DTensor else super().has_data(tensor)
 
     def full_tensor(self, tensor: Any) -> Tensor:
@@ -188,7 +188,7 @@ def _fsdp_modules(modules: Sequence[nn.Module]) -> list[FSDPModule]:
 
 
 def _parameter_groups(modules: Sequence[nn.Module]) -> list[Any]:
-    """FSDP2's records of the parameters that are gathered together."""
+    """FSDP2's records of parameters that are gathered together."""
     states: list[Any] = [module._get_fsdp_state() for module in _fsdp_modules(modules)]
     groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
     return [group for of_state in groups for group in of_state if group]
@@ -197,10 +197,10 @@ def _parameter_groups(modules: Sequence[nn.Module]) -> list[Any]:
 def _warn_of_copies(modules: Sequence[nn.Module]) -> None:
     """Warn of tied parameters of which FSDP2 computes with two copies, although the optimizer has only one.
 
-    If shards are padded, because the rows do not divide by the ranks, torch copies a tied parameter for each module
-    that it shards. The second copy is not trained and is in no state dict.
+    If shards are padded, because the number of ranks does not divide the rows, torch copies a tied parameter for each
+    module that it shards. The second copy is not trained and is in no state dict.
     """
-    # Before the first forward, copies are still to be refreshed.
+    # Before the first forward, FSDP2 has yet to refresh its copies.
     groups = [group for group in _parameter_groups(modules) if getattr(group, "_reset_sharded_params", False)]
     records = [record for group in groups for record in group.fsdp_params]
     tied = {key for key, count in Counter(id(record.sharded_param) for record in records).items() if count > 1}
@@ -239,17 +239,17 @@ class PendingGradient:
             self.record._unsharded_param.grad = None
 
 
-@lru_cache(maxsize=1024)  # torch counts out every index of a cut dimension; a model has few shapes and many tensors
+@lru_cache(maxsize=1024)  # a model has few shapes and many tensors
 def _sharding_of_layout(
     shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], are_some: bool
 ) -> tuple[str, Sharding]:
-    """The engine's name and the sharding. `are_some`: ranks outside of the mesh have replicas."""
+    """The engine's name and the sharding. `are_some`: whether ranks outside of the mesh have replicas."""
     dims = tuple(p.dim % max(len(shape), 1) if hasattr(p, "dim") else None for p in placements)
     engine = "fsdp2" if {dim for dim in dims if dim is not None} <= {0} else "tensor parallel"
     has_replicas = any(p.is_replicate() and count > 1 for p, count in zip(placements, mesh.shape, strict=True))
     is_replicated = has_replicas or are_some
     if not all(_is_simple(p) or type(p).__name__ == "_StridedShard" for p in placements):
-        # A pending sum, or an unknown kind: torch gathers it, and nothing is read into it.
+        # A pending sum, or a placement of an unknown kind: torch gathers it, and nothing is read into it.
         return engine, OpaqueSharding(shape, is_replicated and not any(p.is_partial() for p in placements))
     factors = tuple(getattr(p, "split_factor", 1) for p in placements)
     cutting = cutting_of(shape, tuple(mesh.shape), dims, factors)

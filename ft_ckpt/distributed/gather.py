@@ -1,7 +1,7 @@
 """Gathers the elements of tensors on one rank: rank 0, or the writer of a file.
 
-`stream_buckets` moves chosen tensors there one bucket at a time, so that the rank never holds more than its own shard
-and the bucket. Every rank computes which rank sends which elements, so only tensor bytes are sent.
+`stream_buckets` moves chosen tensors there one bucket at a time, so that the rank holds no more than its own shard and
+the bucket. Every rank computes which rank sends which elements, so only tensor bytes are sent.
 """
 
 import math
@@ -36,15 +36,15 @@ class Chunk:
 def stream_chunks(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int, to: int = 0) -> Iterator[Chunk]:
     """The elements of `chosen`, in order, as chunks on the rank `to`; nothing on the others. Collective.
 
-    Every rank must run it to its end with the same `chosen`. Beside its own shard the rank `to` holds at most
-    `bucket_bytes`, or one row of a tensor where a row alone is larger.
+    Every rank must exhaust it, with the same `chosen`. Beside its own shard the rank `to` holds at most `bucket_bytes`,
+    or two rows of a tensor where these are larger; an opaque tensor is gathered whole.
     """
     for bucket in stream_buckets(chosen, ranks, bucket_bytes, to):
         yield from bucket
 
 
 def stream_buckets(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int, to: int = 0) -> Iterator[Iterator[Chunk]]:
-    """As `stream_chunks`, by bucket: each is moved when all ranks iterate over it, in the same order of buckets."""
+    """As `stream_chunks`, by bucket. A bucket moves while all ranks iterate over it, in the same order of buckets."""
     buckets = list(_cut_buckets(chosen, bucket_bytes // 2, to))  # one half is filled from the other
     moving = ([unit for unit in bucket if moves_to(unit.info, to)] for bucket in buckets)
     most = max((sum(padded_size(unit.size_bytes) for unit in units) for units in moving), default=0)
@@ -93,7 +93,7 @@ class _RowRange:
         return (self.high - self.low) * self.row_numel * self.info.dtype.itemsize
 
     def boxes_of_rank(self, rank: int) -> tuple[Box, ...]:
-        """The boxes that `rank` contributes; for a tensor that every rank has whole, those in its own memory."""
+        """The boxes that `rank` contributes; for a tensor that every rank holds whole, the boxes in its own memory."""
         sharding = self.info.sharding
         return sharding.local_boxes(rank) if _is_everywhere(self.info) else sharding.boxes(rank)
 
@@ -127,14 +127,14 @@ def moves_to(info: Source, to: int) -> bool:
 
 
 def _is_everywhere(info: Source) -> bool:
-    """Whether every rank has all of the tensor; shards may have replicas, too."""
+    """Whether every rank holds the whole tensor; shards may have replicas, too."""
     return info.sharding.is_replicated and not info.sharding.is_sharded
 
 
 def _cut_buckets(chosen: Sequence[Source], limit: int, to: int) -> Iterator[list[_RowRange]]:
     """The tensors cut at whole rows into lists of units of at most `limit` bytes (or one row).
 
-    Tensors that move are cut the same way on all ranks, so they share no bucket with tensors that do not move.
+    Tensors that move must be cut the same way on all ranks, so they share no bucket with tensors that do not move.
     """
     bucket: list[_RowRange] = []
     room = limit
@@ -183,7 +183,7 @@ class _BucketCarrier:
         moving = [unit for unit in bucket if moves_to(unit.info, self.to)]
         together = any(unit.info.sharding.is_opaque for unit in bucket)
         if self.ranks.rank != self.to:
-            packed = self._pack_own(moving)  # before its turn, so that nothing can fail after it
+            packed = self._pack_own(moving)  # before its turn, because it must not fail afterwards
             if moving or together:
                 self.ranks.await_receive_slot(together or packed is not None, self.to)
             if packed is not None:
@@ -225,7 +225,7 @@ class _BucketCarrier:
         """The full rows of each unit, by id of the unit, in the receive buffer."""
         import torch.distributed as dist
 
-        room = self._reuse_buffer("rows", self.most)  # full size: a reader of the last chunk would keep a smaller alive
+        room = self._reuse_buffer("rows", self.most)  # full size: a reader of the last chunk keeps the buffer alive
         rows, position = {}, 0
         for unit in moving:
             shape = (unit.high - unit.low, *unit.info.sharding.view[1:])
@@ -254,8 +254,8 @@ class _BucketCarrier:
         if buffer is None or buffer.numel() < size:
             self.buffers.pop(use, None)
             del buffer  # frees it before the larger one is allocated
-            # At least the share of one rank in a full bucket: growing is rare then, and the backend may keep a buffer
-            # that is no longer used.
+            # At least one rank's share of a full bucket, so that growth is rare: the backend may keep a buffer that is
+            # no longer used.
             usual = self.most // self.ranks.size
             buffer = self.buffers[use] = torch.empty(max(size, usual), dtype=torch.uint8, device=wire_device())
         return buffer[:size]
@@ -263,7 +263,7 @@ class _BucketCarrier:
 
 @contextmanager
 def _as_rank_error(action: str) -> Iterator[None]:
-    """Raise RankError for torch's errors of a lost peer or network."""
+    """Raise RankError for torch's error when a peer or the network is lost."""
     try:
         yield
     except RuntimeError as error:
@@ -283,13 +283,13 @@ def _paste_part(rows: Tensor, unit: _RowRange, part: Box, data: Tensor) -> None:
 
 
 def bytes_as(flat: Tensor, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """The bytes of `flat` from `start` on, seen as a tensor."""
+    """The bytes of `flat` from `start` on, viewed as a tensor."""
     stop = start + math.prod(shape) * dtype.itemsize
     return flat[start:stop].view(dtype).view(tuple(shape))
 
 
 def wire_device() -> torch.device:
-    """The device that the default process group sends from: the accelerator under NCCL and its like, else the host."""
+    """The device that the default process group sends from: the accelerator under NCCL and the like, else the CPU."""
     import torch.distributed as dist
 
     backend, device = str(dist.get_backend()), current_device()

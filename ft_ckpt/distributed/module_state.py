@@ -37,7 +37,7 @@ class AddedValue:
     raw: str  # name with the wrapper steps of the module's path
     value: Any  # current value: a tensor or any object
     owner: nn.Module  # the module that lists it
-    prefix: str  # canonical, of the owner's names
+    prefix: str  # canonical prefix of the owner's names
 
 
 def wrapper_steps(pairs: Iterable[tuple[str, str]]) -> frozenset[str]:
@@ -66,7 +66,7 @@ def are_plain(modules: Sequence[nn.Module]) -> bool:
 
 
 def _is_plain(changed: Container[type], module: nn.Module) -> bool:
-    """Whether a module is a wrapper, or has torch's listing; `changed`: classes with their own."""
+    """Whether a module is a wrapper, or has torch's listing; `changed`: classes that override it."""
     own = vars(module)
     overrides = type(module) in changed or "state_dict" in own or "_save_to_state_dict" in own
     hooks = own["_state_dict_hooks"], own["_state_dict_pre_hooks"]
@@ -77,9 +77,9 @@ def _is_plain(changed: Container[type], module: nn.Module) -> bool:
 
 
 def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, AddedValue]:
-    """The state of `root` beside its `live` tensors, by canonical name; other names of `live` tensors are left out.
+    """The state of `root` beside its `live` tensors, by canonical name; aliases of `live` tensors are left out.
 
-    Moves nothing, and calls no collective: FSDP1's own listing is not used. Raises SelectionError naming a module that
+    Moves no data and calls no collective: FSDP1's own listing is not used. Raises SelectionError naming a module that
     fails to list its state.
     """
     known = {id(tensor) for tensor in live.values()} | {_memory_key(tensor) for tensor in live.values()} - {None}
@@ -98,7 +98,7 @@ def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, AddedValu
 def load_added_state(root: nn.Module, live: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Restore `values`, which `added_state` listed at the save, by the loading methods of their modules.
 
-    Raises LoadError naming values that are not listed by this model, missing, or different after loading.
+    Raises LoadError naming values that this model does not list, that are missing, or that a module did not load.
     """
     listed = added_state(root, live)
     problems = [f"{name}: in the checkpoint, not listed by this model" for name in values if name not in listed]
@@ -110,7 +110,7 @@ def load_added_state(root: nn.Module, live: Mapping[str, Any], values: Mapping[s
     if not problems:
         for name, entry in added_state(root, live).items():
             stored, live_value = values[name], entry.value
-            is_ignored = not _same_values(live_value, stored)  # by the loading, which does not know of it
+            is_ignored = not _same_values(live_value, stored)  # by the module's loading method
             if is_ignored and isinstance(live_value, Tensor) and live_value.shape == getattr(stored, "shape", None):
                 live_value.detach().copy_(stored)
         problems = [
@@ -134,7 +134,7 @@ def refuse_one_way_state(found: Mapping[str, AddedValue]) -> None:
 
 
 def takes_extra_state(root: nn.Module, name: str) -> bool:
-    """Whether `name` is the extra state of a module below `root` that has set_extra_state()."""
+    """Whether `name` is the extra state of `root` or a submodule that defines set_extra_state()."""
     owners = {f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: module for path, _, module in walk_modules(root)}
     return name in owners and _has_own_method(owners[name], "set_extra_state")
 
@@ -197,7 +197,7 @@ class _StateLister:
 
 
 def _load_added(first: AddedValue, live: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
-    """Let the owner of `first` load its `values` together with its current tensors; returns its errors."""
+    """Let the owner of `first` load its `values` together with its current tensors. Returns its errors."""
     owner, prefix = first.owner, first.prefix
     below = {name: t.detach() for name, t in live.items() if isinstance(t, Tensor) and name.startswith(prefix)}
     state = OrderedDict({**below, **values})
@@ -225,12 +225,12 @@ def _has_own_listing(cls: type) -> bool:
 
 
 def _is_users(hook: Any) -> bool:
-    """Whether a hook is not an engine's, which gathers or reorders tensors and adds none."""
+    """Whether a hook is the user's: hooks of engines gather or reorder tensors and add none."""
     return not is_engine_code(str(getattr(getattr(hook, "func", hook), "__module__", "")))
 
 
 def _memory_key(value: Any) -> Any:
-    """A key that is equal for tensors of the same memory; None for a value without memory."""
+    """A key that is equal for tensors that view the same memory; None for a value without memory."""
     local = local_part(value) if isinstance(value, Tensor) else None
     if not isinstance(local, Tensor) or local.layout is not torch.strided or not local.numel() or local.is_meta:
         return None
@@ -239,7 +239,7 @@ def _memory_key(value: Any) -> Any:
 
 
 def _same_values(one: Any, other: Any) -> bool:
-    """Whether two values are the same, bit for bit."""
+    """Whether two values are equal, bit for bit."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return (
             one.shape == other.shape

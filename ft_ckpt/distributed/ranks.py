@@ -1,9 +1,9 @@
 """This rank, its process group, and collective operations that end on all ranks when one fails.
 
-Agreement goes through the process group's key-value store, not through a collective: no rank waits in a GPU operation
-while rank 0 writes (so no watchdog fires), a missing rank is known by number, and an error on one rank reaches the
-others within a second: a rank that fails goes straight to the next agreement and reports it there, and the others
-poll for such reports wherever they wait. The same calls work with one process and no process group.
+Agreement uses the process group's key-value store, not a collective. So no rank waits in a GPU operation while rank 0
+writes (no watchdog fires), and errors name a missing rank by number. An error on one rank reaches the others within a
+second: the failed rank reports it under the next agreement, and the others poll for such reports wherever they wait.
+The same calls work with one process and no process group.
 """
 
 import json
@@ -55,7 +55,7 @@ _MOST_POLLED = 32  # ranks whose signs of life are polled at a time
 
 @dataclass
 class Ranks:
-    """This process among its peers: `rank` of `size`, joined by a key-value `store` (None with one process)."""
+    """This process among its peers: `rank` of `size`, connected by a key-value `store` (None with one process)."""
 
     rank: int
     size: int
@@ -94,8 +94,8 @@ class Ranks:
         `what` names the call in errors. The result should not grow with the number of ranks, because every rank reads
         it. `decide` may take long: rank 0 reports meanwhile that it is alive. The fields named in `same` must be equal
         on all ranks. Raises this rank's own `error` unchanged; on the other ranks RankError naming the rank that
-        failed, or NoSpaceError; on all ranks what `decide` raises; RanksDisagreeError if values differ, or if a rank
-        does not call it within `timeout_seconds` (default: the object's) or cannot any more.
+        failed, or NoSpaceError; on all ranks the error of `decide`; RanksDisagreeError if values differ, or if a rank
+        does not call it within `timeout_seconds` (default: the object's) or can no longer call it.
         """
         if self.size == 1:
             if error is not None:
@@ -123,10 +123,10 @@ class Ranks:
         return Agreed(found["result"], values)
 
     def attempt(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """The result of `action` and None, or None and the error it raised. On all ranks, which then agree on it.
+        """The result of `action` and None, or None and its error. All ranks call it, and then agree on the outcome.
 
-        Meanwhile this rank reports that it is alive. Its error is raised on the other ranks too as soon as they wait or
-        poll (`check_peers`) inside their `action`, so all reach the agreement, wherever each of them was.
+        Meanwhile this rank reports that it is alive. Its error is raised on the other ranks as well, as soon as they
+        wait or poll (`check_peers`) inside their `action`, so that all reach the agreement.
         """
         if self.size == 1:
             return try_action(action)
@@ -150,9 +150,9 @@ class Ranks:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Report during the block that this rank is alive, so that the others go on waiting.
+        """Report during the block that this rank is alive, so that the others continue to wait.
 
-        A thread reports, because the work may be one long system call. It dies with the process.
+        A thread reports, because the work may be one long system call. It ends with the process.
         """
         if self.size == 1:
             yield
@@ -167,9 +167,9 @@ class Ranks:
             yield
 
     def open_receive_slot(self, senders: Sequence[int]) -> None:
-        """Wait, ready to receive, until all `senders` are ready to send.
+        """Announce that this rank is ready to receive, after waiting until all `senders` are ready to send.
 
-        A send without a receiver, or a receive from a failed rank, would run into the time-out of the process group.
+        A send without a receiver, or a receive from a failed rank, would block until the process group times out.
         Raises as `await_receive_slot` does.
         """
         self.slots += 1
@@ -183,7 +183,7 @@ class Ranks:
     def await_receive_slot(self, sends: bool, to: int = 0) -> None:
         """On other ranks: wait until the rank `to` is ready to receive, if this one `sends` tensors.
 
-        Raises the failure of another rank, or RankError if the rank `to` falls silent or has gone on.
+        Raises the failure of another rank; RankError if the rank `to` falls silent or has entered a later agreement.
         """
         self.slots += 1
         turn = f"{self.rounds}/turn/{self.slots}"
@@ -202,7 +202,7 @@ class Ranks:
     ) -> tuple[dict[str, Any], Values]:
         """Collect the entries of all ranks and store the verdict for the others.
 
-        Each rank deletes its own keys: one rank would need a call per rank.
+        Each rank deletes its own keys, because one rank would need a call for each of the others.
         """
         names = [f"{self.rounds}/{rank}" for rank in range(self.size)]
         all_came = self._await_names(names[1:], range(1, self.size), limit)
@@ -215,7 +215,7 @@ class Ranks:
             found = problem or agreement.verdict_on(values, decide)
         self._put_value(f"{self.rounds}/verdict", found)
         left = [f"{self.rounds}/verdict", *([*names, f"{self.rounds}/failed"] if found["problem"] else names[:1])]
-        if len(here) == self.size:  # so all have read the verdict before this one, and are past its turns
+        if len(here) == self.size:  # so all have read the previous verdict and used its receive slots
             self._forget_spent()
         self.spent += map(self._store_key, left)
         return found, values
@@ -226,11 +226,11 @@ class Ranks:
         if arrived and self._await_names([f"{self.rounds}/verdict"], [0], limit + 60.0):
             verdict: agreement.Verdict
             (verdict,) = get_values(self.store, [self._store_key(f"{self.rounds}/verdict")])
-            if not verdict["problem"]:  # else a late rank must see which ranks have gone on
+            if not verdict["problem"]:  # else a late rank must see which ranks went on
                 self._delete_key(self._store_key(f"{self.rounds}/{self.rank}"))
-                self._forget_spent()  # all have come, so they are past the turns of this rank
+                self._forget_spent()  # all have arrived, so this rank's receive slots are used
             return verdict
-        # Rank 0 may still arrive: it must not take this rank's entry for its presence.
+        # Rank 0 may still arrive: it must not count this entry as the presence of this rank.
         own = {"what": what, "value": {}, "error": f"gave up after {limit:g} s", "full": False}
         self._put_value(f"{self.rounds}/{self.rank}", own)
         found = "rank 0 came and then fell silent" if arrived else f"rank(s) 0 did not enter {what}"
@@ -273,7 +273,7 @@ class Ranks:
                 self.store.compare_set(self._store_key(f"{self.rounds + 1}/failed"), "", report)
 
     def _have_arrived(self, missing: "deque[tuple[str, int]]", seconds: float) -> bool:
-        """Wait in the store until all names are set. After `seconds` False; the first that are set leave `missing`."""
+        """Wait at most `seconds` until all names are set, else remove the leading set ones. Whether none is missing."""
         try:
             self.store.wait([self._store_key(name) for name, _ in missing], timedelta(seconds=seconds))
         except RuntimeError:  # DistStoreError: time is up
@@ -308,15 +308,15 @@ class Ranks:
 
 
 _by_itself: ContextVar[bool] = ContextVar("_by_itself", default=False)
-_shared: dict[tuple[Any, str], Ranks] = {}  # by channel and process group, kept so that no other can be taken for it
+_shared: dict[tuple[Any, str], Ranks] = {}  # by process group, kept alive so that its id is not reused, and channel
 
 
 def current_ranks(timeout_seconds: float = 600.0, channel: str = "") -> Ranks:
     """The ranks of the default process group, or one rank when there is none.
 
     One object per process group and `channel`: its count of rounds must be the same on every rank and for every saver.
-    A channel is for one thread, and separates its agreements from those of others. Raises RanksDisagreeError in a
-    process that was launched as one of several and has no process group.
+    A channel is for one thread, and separates its agreements from those of other threads. Raises RanksDisagreeError in
+    a process that was launched as one of several and has no process group.
     """
     import torch.distributed as dist
 
@@ -334,7 +334,7 @@ def current_ranks(timeout_seconds: float = 600.0, channel: str = "") -> Ranks:
     if (group, "") not in _shared:
         _shared.clear()  # a destroyed group's store is gone with it
         _shared[group, ""] = Ranks(dist.get_rank(), dist.get_world_size(), AnsweringStore(_get_default_store()))
-    if (group, channel) not in _shared:  # a thread that waits in a store keeps the others from it
+    if (group, channel) not in _shared:  # a thread that waits in a store blocks the others
         store = _shared[group, ""].store.clone()
         _shared[group, channel] = Ranks(dist.get_rank(), dist.get_world_size(), store, channel=channel)
     ranks = _shared[group, channel]
@@ -344,7 +344,7 @@ def current_ranks(timeout_seconds: float = 600.0, channel: str = "") -> Ranks:
 
 @contextmanager
 def by_itself() -> Iterator[None]:
-    """Let this process act alone in the block, for objects that it has whole and no other rank waits for."""
+    """Let this process act as the only rank in the block, for objects that it holds whole and no other rank awaits."""
     token = _by_itself.set(True)
     try:
         yield
@@ -353,7 +353,7 @@ def by_itself() -> Iterator[None]:
 
 
 def _refuse_split_brain() -> None:
-    """Raise in one of several launched processes without a process group: all would write the same folder."""
+    """Raise if this is one of several launched processes without a process group: all would write the same folder."""
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1 and "RANK" in os.environ:
         raise RanksDisagreeError(
@@ -364,10 +364,10 @@ def _refuse_split_brain() -> None:
 
 
 def try_action(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """The result of `action` and None, or None and what it raised: for steps whose outcome is agreed on next."""
+    """The result of `action` and None, or None and its error: for steps on whose outcome the ranks agree next."""
     try:
         return action(), None
-    except Exception as error:  # noqa: BLE001 - carried to `agree`, which raises it after telling the other ranks
+    except Exception as error:  # noqa: BLE001 - passed to `agree`, which reports and raises it
         return None, error
 
 
@@ -375,7 +375,7 @@ _in_order: MutableMapping[Any, Sequence[int]] = WeakKeyDictionary()  # by proces
 
 
 def global_rank() -> int:
-    """This process's number among all; 0 without a process group."""
+    """The rank of this process; 0 without a process group."""
     import torch.distributed as dist
 
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -389,7 +389,7 @@ def group_members(group: Any) -> tuple[int, ...]:
 
 
 def ranks_in_order(group: Any) -> Sequence[int]:
-    """The `group_members`, as a range if they are evenly spaced: many tensors share it, and groups may be large."""
+    """The `group_members`, as a range if they are evenly spaced, because groups may be large."""
     import torch.distributed as dist
 
     key = dist.group.WORLD if group is None else group
@@ -416,7 +416,7 @@ def column_groups(column: Sequence[int], row: Sequence[int]) -> dict[int, tuple[
 
 
 def is_subset_of_ranks(count: int) -> bool:
-    """Whether `count` is less than the number of ranks: then others have replicas of what these hold."""
+    """Whether `count` is less than the number of ranks: then the other ranks hold replicas."""
     import torch.distributed as dist
 
     return dist.is_initialized() and bool(count < dist.get_world_size())

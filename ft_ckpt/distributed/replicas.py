@@ -7,7 +7,7 @@ from dataclasses import replace
 from ft_ckpt.distributed.sharding import OwnedSharding, Sharding, unravel_index
 from ft_ckpt.distributed.source import Source, box_memories
 
-WEIGHTS = "weights"  # the folder, in such names, of the model that is saved
+WEIGHTS = "weights"  # first part of the name of a tensor of the saved model
 
 
 def place_of(sharding: Sharding, rank: int) -> str:
@@ -22,7 +22,7 @@ def own_name(name: str, rank: int) -> str:
 
 
 def own_part(source: Source, rank: int) -> Source:
-    """The elements of the source on `rank`, which is this one, as a separate tensor, stored under `own_name`."""
+    """The elements of the source on `rank`, which is this one, as a separate tensor, to be stored under `own_name`."""
     if not place_of(source.sharding, rank):
         return source
     sizes = source.sharding.local_boxes(rank)[0].sizes
@@ -34,8 +34,8 @@ def sample_elements(
 ) -> dict[str, dict[str, float]]:
     """A few elements of `chosen` that `rank` holds, as {name: {flat index: value}}.
 
-    Evenly spread over the floating tensors; over all ranks together at most `tensors` x `elements` values, each held
-    by one rank. Not collective: merge what the ranks return.
+    They are evenly spread over the floating-point tensors: over all ranks together at most `tensors` x `elements`
+    values, each from one rank. Not collective: the caller merges the results of the ranks.
     """
     indices = picked_indices(chosen, tensors, elements)
     return {name: values for name in indices if (values := elements_at(chosen[name], rank, indices[name]))}

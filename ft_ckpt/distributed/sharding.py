@@ -12,7 +12,7 @@ from itertools import chain, product
 from math import prod
 from typing import Protocol
 
-MOST_RUNS = 64  # of one tensor: where slabs are cut finer, they are put together before they are written
+MOST_RUNS = 64  # per tensor; a tensor that is cut finer is gathered before it is written
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ def runs_over_grid(
     cuts: Iterable[tuple[int, int]],
     sizes: tuple[int, ...] = (),
 ) -> tuple[Runs, ...]:
-    """The runs of a tensor of the shape `view`, which has elements; () where they are more than MOST_RUNS.
+    """The runs of a tensor of the shape `view`, which is not empty; () if there are more than MOST_RUNS.
 
-    `cuts` are (dimension of the view, dimension of the grid), one after the other, as torch.chunk or in parts of
-    `sizes`. `ranks` fill the grid, its last dimension fastest; of replicas the first counts.
+    `cuts` are pairs (dimension of the view, dimension of the grid), applied in order, as torch.chunk or in parts of
+    `sizes`. `ranks` fill the grid, its last dimension fastest; of replicas the first is taken.
     """
     stretches = [[_Stretch(0, size)] for size in view]
     for dim, number in cuts:
@@ -54,7 +54,7 @@ def runs_over_grid(
     last = max((dim for dim, parts in enumerate(stretches) if len(parts) > 1), default=0)
     if prod(view[:last]) * len(stretches[last] if view else ()) > MOST_RUNS:
         return ()
-    rows = [[part for part in parts for _ in range(part.size)] for parts in stretches[:last]]  # each index by itself
+    rows = [[part for part in parts for _ in range(part.size)] for parts in stretches[:last]]  # each index separately
     found: list[tuple[int, int]] = []  # rank, elements
     for combination in product(*rows, *stretches[last:]):
         place = dict(chain.from_iterable(stretch.places for stretch in combination))
@@ -127,7 +127,7 @@ class Sharding(Protocol):
 
     @property
     def is_opaque(self) -> bool:
-        """Whether no boxes describe it: a collective of its engine alone gives the full tensor."""
+        """Whether no boxes describe it, and only a collective of its engine gives the full tensor."""
         ...
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
@@ -135,14 +135,14 @@ class Sharding(Protocol):
         ...
 
     def local_boxes(self, rank: int) -> tuple[Box, ...]:
-        """The elements that `rank` has in memory, even if another rank contributes them."""
+        """The elements that `rank` holds in memory, even if another rank contributes them."""
         ...
 
     @property
     def runs(self) -> tuple[Runs, ...]:
         """All elements in order, if the boxes form few runs; () if they do not, or if every rank has all elements.
 
-        The ranks are those of this rank's group of replicas. Only the group that contributes has `owners`.
+        The ranks are those of this rank's replica group. Only the group that contributes has `owners`.
         """
         ...
 
@@ -166,7 +166,7 @@ class ReplicatedSharding:
 
 @dataclass(frozen=True)
 class OwnedSharding:
-    """The rank `owner` alone stores the whole tensor; with None no rank has its elements."""
+    """The rank `owner` alone contributes the whole tensor to a gather; with None no rank does."""
 
     view: tuple[int, ...]
     owner: int | None
@@ -190,7 +190,7 @@ class OwnedSharding:
         return _whole_box(self.view) if rank == self.owner else ()
 
     def local_boxes(self, rank: int) -> tuple[Box, ...]:
-        """The whole tensor, for ranks that have any of it."""
+        """The whole tensor, even for a rank that holds none of it."""
         return _whole_box(self.view)
 
 
@@ -203,7 +203,7 @@ class Mesh:
 
     @cached_property
     def places(self) -> dict[int, tuple[int, ...]]:
-        """Each rank's index in the grid."""
+        """The index of each rank in the grid."""
         return {rank: unravel_index(number, self.shape) for number, rank in enumerate(self.ranks)}
 
     @cached_property
@@ -217,23 +217,23 @@ class Mesh:
 
 @dataclass(frozen=True)
 class MeshSharding:
-    """A tensor cut along dimensions over a mesh, as torch.chunk cuts or in parts of given sizes; the rest are replicas.
+    """A tensor cut over dimensions of a mesh, as torch.chunk or in parts of given sizes; other dimensions replicate it.
 
-    A mesh without rank 0 has a replica of another mesh's elements, and contributes nothing.
+    A mesh without rank 0 holds a replica of another mesh's elements, and contributes nothing.
     """
 
     view: tuple[int, ...]
     mesh: Mesh
-    cuts: tuple[int | None, ...]  # for each dimension of the mesh the one of the view that it cuts
+    cuts: tuple[int | None, ...]  # for each dimension of the mesh, the dimension of the view that it cuts
     is_replicated: bool = False
-    order: tuple[int, ...] = ()  # in which the mesh's dimensions cut, each what the one before left; (): 0, 1, ...
+    order: tuple[int, ...] = ()  # in which the mesh's dimensions cut, each the parts of the last; (): 0, 1, ...
     sizes: tuple[int, ...] = ()  # of the parts, over a mesh of one dimension; (): as torch.chunk
     is_sharded = True
     is_opaque = False
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The first rank of each group of replicas."""
+        """The first rank of each replica group."""
         places = self.mesh.places
         if 0 not in places:
             return ()
@@ -258,7 +258,7 @@ class MeshSharding:
             numbers = self.order or range(len(self.cuts))
             cuts = [(cut_dim, number) for number in numbers if (cut_dim := self.cuts[number]) is not None]
             return runs_over_grid(self.view, self.mesh.shape, self.mesh.ranks, cuts, self.sizes)
-        # rows along consecutive ranks: one run, however many ranks
+        # rows over consecutive ranks: one run for any number of ranks
         return (Runs(self.mesh.ranks[0], step * (numel // rows), step * (numel // rows), numel),)
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
@@ -332,7 +332,7 @@ def _cut_box(shape: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]) -> 
 class FlatSharding:
     """A tensor at [first, first + numel) of a flat buffer that is cut into equal shards, one for each of `members`.
 
-    Members without rank 0 are replicas of others, and contribute nothing, unless no others have the tensor.
+    Members without rank 0 hold replicas of other members' shards, and contribute nothing unless `is_only`.
     """
 
     numel: int
@@ -340,7 +340,7 @@ class FlatSharding:
     shard: int  # elements
     members: Sequence[int]  # global ranks in the order of the shards; a range is searched in constant time
     is_replicated: bool = False
-    is_only: bool = False  # no other ranks have it
+    is_only: bool = False  # no other ranks hold it
     is_sharded = True
     is_opaque = False
 
@@ -350,7 +350,7 @@ class FlatSharding:
 
     @property
     def owners(self) -> Sequence[int]:
-        """The members whose shards have elements of it."""
+        """The members whose shards contain elements of it."""
         if not self.numel or not self._contributes:
             return ()
         return self.members[self.first // self.shard : (self.first + self.numel - 1) // self.shard + 1]
@@ -391,15 +391,15 @@ class FlatSharding:
 class PartRunsSharding:
     """A tensor cut into boxes, each in a flat buffer over its own ranks.
 
-    This is the layout of optimizer state under tensor parallelism with ZeRO, which cuts each part again among the ranks
-    that have the same part.
+    This is the layout of optimizer state under tensor parallelism with ZeRO, which cuts each part again over the ranks
+    that hold it.
     """
 
     view: tuple[int, ...]
     parts: tuple[tuple[Box, FlatSharding], ...]
     is_replicated = is_opaque = False
     is_sharded = True
-    runs = ()  # rank 0 assembles the pieces of rows
+    runs = ()  # its pieces of rows are gathered
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
@@ -420,7 +420,7 @@ class PartRunsSharding:
         return next((cut.range_in_shard(rank) for _, cut in self.parts if rank in cut.members), None)
 
 
-@lru_cache(maxsize=1 << 14)  # a model has few shapes, and layers alike
+@lru_cache(maxsize=1 << 14)  # a model has few shapes, and repeats its layers
 def _placed_boxes(part: Box, start: int, stop: int) -> tuple[Box, ...]:
     """The elements [start, stop) of a flattened part, as boxes of the whole tensor."""
     return tuple(
@@ -430,7 +430,7 @@ def _placed_boxes(part: Box, start: int, stop: int) -> tuple[Box, ...]:
 
 
 def boxes_of_run(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The elements [start, stop) of a flattened array of `sizes`, one dimension or more, as few boxes, in order."""
+    """The elements [start, stop) of a flattened array of `sizes` (at least one dimension) as few boxes, in order."""
     inner = math.prod(sizes[1:])
     head = min(stop, start + -start % inner)
     rows = (stop - head) // inner
@@ -458,7 +458,7 @@ def _are_consecutive(members: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class MeshCutting:
-    """The fields of these names of a `MeshSharding`."""
+    """The view, cuts and order of a `MeshSharding`."""
 
     view: tuple[int, ...]
     cuts: tuple[int | None, ...]
@@ -472,8 +472,8 @@ def cutting_of(
     """The cuts of a tensor with the given `shape` over a grid `mesh`.
 
     `dims`: for each dimension of the mesh the tensor's dimension that it cuts, or None; `factors`: the split factors.
-    None if the placements are ambiguous: a stride that is neither of the two kinds, or sizes that do not divide, for
-    which the order of cutting and the placements give different parts.
+    None if the placements are ambiguous: a split factor that means neither cutting from right to left nor packed
+    tensors, or sizes that do not divide, for which the order of cutting and the placements give different parts.
     """
     factors = tuple(1 if dim is None else factor for dim, factor in zip(dims, factors, strict=True))
     strided = [number for number, factor in enumerate(factors) if factor > 1]
@@ -504,7 +504,7 @@ def _is_right_to_left(
 def _packed_cutting(
     shape: tuple[int, ...], mesh: tuple[int, ...], dims: tuple[int | None, ...], factors: tuple[int, ...]
 ) -> MeshCutting | None:
-    """The cutting of a dimension of packed tensors, each of which is cut: the view splits it into two dimensions."""
+    """The cutting of each of several tensors packed in one dimension, which the view splits into two dimensions."""
     number = next(index for index, factor in enumerate(factors) if factor > 1)
     dim, parts = dims[number], factors[number]
     if dim is None or list(dims).count(dim) > 1 or shape[dim] % parts:

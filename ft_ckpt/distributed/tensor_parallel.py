@@ -1,8 +1,9 @@
 """DeepSpeed's AutoTP and MoE: parameters that are cut or spread without DTensor.
 
-DeepSpeed's AutoTP and Megatron mark such parameters with a common attribute; without it, rank 0's part would be stored
-as the whole. AutoTP also describes each parameter for its universal checkpoints: the full shape, the dimension that is
-cut, the sizes of the parts. A consistent description becomes a MeshSharding; other parameters are refused by name.
+DeepSpeed's AutoTP and Megatron mark cut parameters with a common attribute; if it were ignored, rank 0's part would be
+stored as the whole. AutoTP also describes each parameter for its universal checkpoints: the full shape, the dimension
+that is cut, the sizes of the parts. A consistent description becomes a MeshSharding; other parameters are refused by
+name.
 """
 
 import sys
@@ -26,7 +27,7 @@ _TP_WAY_OUT = "save with the engine's own means, or cut the model with transform
 
 
 class AutoTPTensors(Wrapper):
-    """Ordinary tensors with the mark or the description, with several ranks."""
+    """Ordinary tensors with AutoTP's mark or description, in a run of several ranks."""
 
     shows_runs = True
 
@@ -69,7 +70,7 @@ class _DescribedCut:
 
 
 def _part_holders(tensor: Any) -> tuple[int, ...] | None:
-    """The global ranks that have the parts, in order; () if one rank has all of it, None if that is unknown."""
+    """The global ranks of the parts, in order; () if one rank holds the whole tensor, None if the ranks are unknown."""
     layer = getattr(getattr(tensor, "gather_params", None), "__self__", None)
     if layer is None or not hasattr(layer, "mp_group"):
         return None
@@ -98,7 +99,7 @@ def _sharding_of(tensor: Any) -> Sharding:
 
 
 def _cut_described(facts: Mapping[str, Any]) -> _DescribedCut | str:
-    """The cut that AutoTP describes, or the reason why the description gives none."""
+    """The cut that AutoTP describes, or the reason why the description is unusable."""
     conversion = facts.get("conversion") or {}
     view, dim, widths = facts.get("logical_shape"), facts.get("partition_dim"), facts.get("sub_param_shard_widths")
     sizes = widths[0] if widths else facts.get("partition_sizes")
@@ -132,7 +133,7 @@ NamedModules = Iterable[tuple[str, str, nn.Module]]  # canonical and raw path
 
 
 class SpreadExperts(Wrapper):
-    """Parameters of which every rank of a group has its own, and stand-ins for those of the others."""
+    """Parameters of this rank's own experts, and stand-ins for those of other ranks' experts."""
 
     shows_runs = True
 
@@ -182,7 +183,7 @@ def sibling_here(tensor: Any) -> Any:
 
 
 def holders_of_expert(expert: Any) -> tuple[int, tuple[int, ...]]:
-    """The rank that has an expert's tensor, and all ranks of its group; only this rank without a group."""
+    """The rank that holds an expert's tensor, and all ranks of its group; only this rank without a group."""
     sharding = expert.__dict__[_ELSEWHERE].sharding if stands_for_another(expert) else _own_sharding(expert)
     if not isinstance(sharding, MeshSharding):
         return global_rank(), (global_rank(),)
@@ -215,13 +216,13 @@ def number_experts(found: dict[str, Source], modules: NamedModules) -> dict[str,
 
 
 def _all_experts(own: Mapping[str, Source], prefix: str, raw_prefix: str, local: int) -> Iterator[Source]:
-    """The tensors of all experts of a layer, in the order of their numbers, from `own`, those of this rank's experts.
+    """The tensors of all experts of a layer, in numerical order, from `own`, the tensors of this rank's experts.
 
     `local`: number of experts on each rank.
     """
     cut = next(iter(own.values())).sharding
     if not isinstance(cut, MeshSharding):
-        yield from own.values()  # of an unknown group: refused
+        yield from own.values()  # their group is unknown: refused
         return
     here = cut.mesh.ranks.index(global_rank())
     for number in range(local * len(cut.mesh.ranks)):
@@ -256,6 +257,6 @@ def _why_refused(group: str) -> str:
 
 @lru_cache(maxsize=1024)  # a model has few shapes and many experts
 def _sharding_of_member(shape: tuple[int, ...], members: tuple[int, ...], holder: int) -> MeshSharding:
-    """A whole tensor on one of the members: the only row of a view, of which the others have none."""
+    """A whole tensor on one of the members, as the only row of a view; the other members hold no row."""
     sizes = tuple(int(number == holder) for number in range(len(members)))
     return MeshSharding((1, *shape), Mesh((len(members),), members), (0,), is_subset_of_ranks(len(members)), (), sizes)

@@ -29,7 +29,7 @@ class ModelTensors:
 
     def __init__(self, model: nn.Module) -> None:
         """List the modules of `model`, after engines have resharded them as for a state dict."""
-        self.chain = wrappers.wrapper_chain(model)  # the model as it is given, each wrapped module, the user's own last
+        self.chain = wrappers.wrapper_chain(model)  # the given model, each wrapped module, the user's own last
         walked = [*wrappers.walk_modules(self.chain[-1])]
         self.modules = [module for _, _, module in walked]
         everything = [*self.chain[:-1], *self.modules]
@@ -50,9 +50,9 @@ class ModelTensors:
         """Every tensor of the model's state dict, by canonical name, tied names included.
 
         These are parameters, persistent buffers, and tensors that modules and hooks add. The order and the names are
-        the same on every rank and under every wrapper. Raises IncompleteError naming tensors without data on this rank
-        (on the meta device, not made yet, or partitioned by an unknown engine) unless `allow_meta`; SelectionError
-        naming tensors without dense values. Moves no data.
+        the same on every rank and under every wrapper. Raises IncompleteError naming tensors that are cut in an unknown
+        way and, unless `allow_meta`, tensors without data on this rank (on the meta device, lazy, or partitioned by an
+        unknown engine); SelectionError naming tensors without dense values. Moves no data.
         """
         known = self._sources.get(False) or self._sources.get(allow_meta)  # a check that passed holds for both
         if known is None:
@@ -66,7 +66,7 @@ class ModelTensors:
     def names_added(self, given: Iterable[str]) -> list[str]:
         """The names of `added`, as far as they are known before the model is loaded.
 
-        For a module that cannot list its extra state yet, the `given` name of it.
+        If a module cannot list its extra state yet: the `given` names of extra state that a module can load.
         """
         try:
             return list(self.added())
@@ -133,22 +133,22 @@ def _refuse_sparse(found: Mapping[str, Source]) -> None:
 
 
 def _without_data(found: Mapping[str, Source]) -> list[str]:
-    """The names of tensors with elements that no rank has."""
+    """The names of tensors without data on this rank, or on any."""
     have = wrappers.have_data(source.live for source in found.values())
     return [name for (name, source), has in zip(found.items(), have, strict=True) if _is_lost(source, has)]
 
 
 def _is_lost(info: Source, has_data: bool) -> bool:
-    """Whether elements exist on no rank; `has_data`: this rank has the elements that it should have."""
+    """Whether elements are missing; `has_data`: whether this rank has the elements that it should have."""
     if info.sharding.is_opaque:  # torch gathers it
         return False
     if info.sharding.owners:
         return not has_data
-    return info.numel > 0 and not info.sharding.is_sharded  # a sharded one has replicas in the group of rank 0
+    return info.numel > 0 and not info.sharding.is_sharded  # the group of rank 0 holds a replica of a sharded one
 
 
 def _own_tensors(module: nn.Module, stand_ins: Mapping[str, Any]) -> dict[str, Any]:
-    """The module's direct parameters and persistent buffers, in order; `stand_ins` for those an engine has taken."""
+    """The module's direct parameters and persistent buffers, in order; `stand_ins` replace those an engine took."""
     own: Any = module._parameters
     buffers: Any = module._buffers
     found = {key: value for key, value in own.items() if value is not None and key != "_flat_param"} if own else {}
@@ -170,7 +170,7 @@ def _refuse_unknown_cuts(found: Mapping[str, Source]) -> None:
 
 
 def of_rank_0(source: Source) -> Source:
-    """The tensor, marked as possibly different on other ranks: rank 0's is stored."""
+    """The tensor, marked as not replicated: it may differ between ranks, and rank 0's is stored."""
     return replace(source, sharding=replace(source.sharding, is_replicated=False))  # type: ignore[type-var]  # a dataclass
 
 

@@ -1,6 +1,6 @@
 """The interface of a wrapper or engine; the defaults are those of a plain module.
 
-A new kind is a subclass in its own module, which overrides the differences, and a line in `wrappers`.
+To add a kind, write a subclass in its own module that overrides the differences, and add a line to `wrappers`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,12 +41,12 @@ def shaped_as_box(local: Tensor, sharding: Sharding) -> Tensor:
 class Wrapper:
     """One kind of wrapper module, or of tensors that an engine has laid out."""
 
-    child_key: str | None = None  # the name under which its modules keep the module they wrap
+    child_key: str | None = None  # the name of the wrapped child in its modules
     packages: tuple[str, ...] = ()  # prefixes of the names of modules whose functions it registers as hooks
     function_packages: tuple[str, ...] = ()  # packages of functions that it sets on the user's modules
     attributes: tuple[str, ...] = ()  # that it sets on the user's modules
     attribute_prefixes: tuple[str, ...] = ()
-    layout_facts: tuple[str, ...] = ()  # attributes that determine `layout_of` of (non-)parameters; (): unknown
+    layout_facts: tuple[str, ...] = ()  # attributes that, with the type, determine `layout_of`; (): unknown
     hides_gradients: str | None = None  # display name, if accumulated gradients cannot be read under it
     shows_runs = False  # whether optimizers see only this rank's elements, as an ordinary tensor
 
@@ -85,7 +85,7 @@ class Wrapper:
         for tensor, is_parameter in zip(tensors, map(isinstance, tensors, repeat(nn.Parameter)), strict=True):
             try:
                 facts = ask(tensor), is_parameter
-            except AttributeError:  # a missing attribute
+            except AttributeError:
                 found.append(self.layout_of(tensor))
                 continue
             if facts not in known:
@@ -98,16 +98,16 @@ class Wrapper:
         raise AssertionError("a tensor of another engine")
 
     def has_data(self, tensor: Any) -> bool:
-        """Whether this rank's elements, if any, of a tensor that it `describes` exist in memory."""
+        """Whether this rank's elements, if any, of a tensor that it `describes` are in memory."""
         local = self.local_part(tensor)
         return local is None or local.device.type != "meta"
 
     def full_tensor(self, tensor: Any) -> Tensor:
-        """The full tensor, for opaque shardings. Collective."""
+        """The full tensor of an opaque sharding. Collective."""
         raise AssertionError("a tensor of another engine")
 
     def optimizer_parameter(self, tensor: Any) -> Any:
-        """The object that optimizers have for a tensor that it `describes`."""
+        """The object in optimizers that stands for a tensor that it `describes`."""
         return tensor
 
     def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
@@ -207,7 +207,7 @@ class StandInTensors(PlainTensors):
 
 
 def stand_in_parameter(shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]) -> nn.Parameter:
-    """A one-element parameter that stands for the tensor of that shape and dtype that `read` returns."""
+    """A parameter of that shape in the memory of one element, which stands for the tensor that `read` returns."""
     parameter = nn.Parameter(torch.zeros((), dtype=dtype).expand(shape), requires_grad=False)
     setattr(parameter, _READ, read)
     return parameter

@@ -1,7 +1,7 @@
 """The list of known wrappers, and functions that dispatch to them.
 
-Wrappers are recognized by their modules and tensors, never by the configuration of a launcher. To add one, write a
-module with a `Wrapper` and add its line to WRAPPERS: the first that describes a tensor handles it.
+Wrappers are recognised by their modules and tensors, never by the configuration of a launcher. To add one, write a
+module with a `Wrapper` and add it to WRAPPERS: the first wrapper that describes a tensor handles it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -66,7 +66,7 @@ def wrapped_key(module: nn.Module) -> str | None:
 def walk_modules(root: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """(canonical name, raw name, module) for each of `root.named_modules(remove_duplicate=False)`, in its order.
 
-    The canonical name is without the parts that wrappers put in.
+    The canonical name leaves out the steps of wrappers.
     """
     waiting = [("", "", root)]
     while waiting:
@@ -117,7 +117,7 @@ def broadcast_buffers(model: nn.Module) -> frozenset[int]:
 
 
 def user_class(cls: type) -> type:
-    """The user's class of a module, also if an engine has replaced it."""
+    """The user's class of a module, even if an engine has replaced it."""
     for wrapper in WRAPPERS:
         cls = wrapper.user_class(cls)
     return cls
@@ -130,7 +130,7 @@ def is_engine_attribute(name: str, value: Any) -> bool:
 
 
 def is_engine_name(name: str) -> bool:
-    """Whether an attribute of a user's module has a name under which a wrapper sets one."""
+    """Whether a wrapper sets attributes of this name on a user's module."""
     return any(name in wrapper.attributes or name.startswith(wrapper.attribute_prefixes) for wrapper in WRAPPERS)
 
 
@@ -143,7 +143,7 @@ def is_engine_code(module_name: str) -> bool:
 
 
 def layout_of(tensor: Any) -> TensorLayout:
-    """How a parameter, a buffer, or a stand-in for one is laid out over the ranks. Moves no data."""
+    """The layout of a parameter, a buffer, or a stand-in for one. Moves no data."""
     return _engine_of(tensor).layout_of(tensor)
 
 
@@ -158,7 +158,7 @@ def layouts_of(tensors: Iterable[Any]) -> list[TensorLayout]:
 
 
 def have_data(tensors: Iterable[Any]) -> list[bool]:
-    """For each tensor, whether this rank's elements, if any, exist in memory."""
+    """For each tensor, whether this rank's elements, if any, are in memory."""
     return [has for wrapper, run in by_engine(tensors) for has in map(wrapper.has_data, run)]
 
 
@@ -173,12 +173,12 @@ def full_tensor(tensor: Any) -> Tensor:
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether the tensor itself knows its sharding, as a DTensor does."""
+    """Whether an engine lays out the tensor, such as a DTensor."""
     return not isinstance(_engine_of(tensor), PlainTensors)
 
 
 def optimizer_parameter(tensor: Any) -> Any:
-    """The object that optimizers have for a parameter, or for a stand-in for one."""
+    """The object in optimizers that stands for a parameter, or for a stand-in for one."""
     return _engine_of(tensor).optimizer_parameter(tensor)
 
 

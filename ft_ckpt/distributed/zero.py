@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO: the parameters that stage 3 partitions, and the flat partitions that its optimizers train.
 
-Every rank computes the layouts of all ranks from sizes and orders, without communication. No other module reads
-DeepSpeed's fields of parameters or partitions.
+Every rank computes the layouts of all ranks from sizes and orders, without communication. `tensor_parallel` also reads
+DeepSpeed's fields of parameters, and `training.zero_optimizer` those of optimizers.
 """
 
 import math
@@ -49,7 +49,7 @@ class DeepSpeedWrapper(Wrapper):
         return self.wraps(module)  # the optimizers' partitions are in no module
 
     def describes(self, tensor: Any) -> bool:
-        return hasattr(tensor, "ds_shape")  # of stage 3; stages 1 and 2 leave ordinary parameters
+        return hasattr(tensor, "ds_shape")  # under stage 3; stages 1 and 2 leave ordinary parameters
 
     def layout_of(self, tensor: Any) -> TensorLayout:
         return layout_like(tensor, tuple(tensor.ds_shape), "zero3", _zero3_sharding(tensor))
@@ -102,8 +102,8 @@ class Partition:
 def zero_partitions(optimizer: Any, owners: _Owners) -> list[Partition]:
     """This rank's partitions. All ranks have the same number, with the same parameters.
 
-    `owners` are the sources of the models it trains, by the ids of their parameters. Raises SelectionError for
-    parameters of no known model, and for settings under which state cannot be stored by name.
+    `owners` are the sources of the models that the optimizer trains, by the ids of their parameters. Raises
+    SelectionError for parameters of unknown models, and for settings under which state cannot be stored by name.
     """
     problems = _refused_settings(optimizer)
     is_described = any(isinstance(source.sharding, MeshSharding) for source in chain.from_iterable(owners.values()))
@@ -142,11 +142,11 @@ def _stage_3(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
 
 
 def _stages_1_2(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
-    """A group's parameters are concatenated, perhaps aligned; a partition is an equal shard of the whole.
+    """A group's parameters are concatenated, perhaps aligned; a partition is an equal shard of the result.
 
-    Other ranks may have other experts or parts, in their own partitions.
+    Other ranks may hold other experts or parts, in their own partitions.
     """
-    mixed = hasattr(optimizer, "bf16_groups")  # stage 1 in bfloat16 with float32 gradients has a class of its own
+    mixed = hasattr(optimizer, "bf16_groups")  # stage 1 in bfloat16 with float32 gradients has its own class
     masters = optimizer.fp32_groups_flat_partition if mixed else optimizer.single_partition_of_fp32_groups
     for number, master in enumerate(masters):
         laid = optimizer.bf16_groups[number] if mixed else optimizer.round_robin_bit16_groups[number]
@@ -176,8 +176,8 @@ def _cut_of(
 ) -> _Cut:
     """The layout of a tensor, at position `at` of its group, in the flat buffers of the ranks that train it.
 
-    `members`: the ranks that have the same tensors as this one, and shard them; `layouts`: of the buffers of this rank,
-    and of those that have other parts of the same tensors.
+    `members`: the ranks that share this rank's tensors and shard them; `layouts`: those of the buffers of this rank and
+    of the ranks with other parts of the same tensors.
     """
     layout = layouts[global_rank()]
     if of_experts:
@@ -196,7 +196,7 @@ def _cut_of(
 
 
 def _layouts_of_parts(optimizer: Any, laid: Sequence[Source], own: _FlatLayout, members: int) -> dict[int, _FlatLayout]:
-    """The layouts of this rank's buffer, and of those with other parts of the same tensors, by rank.
+    """The layouts of the buffers of this rank and of the ranks with other parts of the same tensors, by rank.
 
     They are computed as DeepSpeed does. Raises SelectionError if the result for this rank is not its `own` layout.
     """
@@ -213,7 +213,7 @@ def _layouts_of_parts(optimizer: Any, laid: Sequence[Source], own: _FlatLayout, 
 
 
 def _laid_out(optimizer: Any, laid: Sequence[Source], rank: int, members: int) -> _FlatLayout:
-    """The layout of the flat buffer of `rank`, of which `members` ranks have a shard each."""
+    """The layout of the flat buffer of `rank`, which is cut into shards for `members` ranks."""
     size = 16 // math.gcd(16, laid[0].dtype.itemsize) if getattr(optimizer, "parameter_alignment", False) else 1
     starts, end = [], 0
     for source in laid:
@@ -258,7 +258,7 @@ def _refused_settings(optimizer: Any) -> list[str]:
 
 
 def _partitioned_sources(owners: _Owners, parameters: list[Any]) -> list[tuple[Any, Source]]:
-    """(parameter, source) for each parameter, and for the stand-ins of other ranks' experts that correspond to it."""
+    """(parameter, source) for each parameter, and for the corresponding stand-ins of other ranks' experts."""
     unknown = [i for i, parameter in enumerate(parameters) if id(parameter) not in owners]
     if unknown:
         raise SelectionError(f"parameters {unknown} of a group: of no known model; give their model, too")

@@ -1,4 +1,4 @@
-"""HTTP with an inference server: JSON out, JSON or text back, limits on time and size, no redirects, no proxies."""
+"""HTTP client of an inference server: sends JSON, reads JSON or text, limits time and size, no redirects or proxies."""
 
 import http.client
 import json
@@ -18,18 +18,18 @@ from ft_ckpt.errors import ConfigError, EngineError
 from ft_ckpt.messages import SECRET
 
 TOKEN_VARIABLE = "FT_CKPT_ENGINE_TOKEN"  # noqa: S105 - the name of the environment variable, not a token
-_ANSWER_LIMIT_BYTES = 256 << 20  # SHA-256 of a million parameters
-_QUOTED_CHARACTERS = 300  # of an answer, in messages
+_ANSWER_LIMIT_BYTES = 256 << 20  # enough for the SHA-256 of a million parameters
+_QUOTED_CHARACTERS = 300  # of a response, in messages
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a server."""
+    """The response of a server."""
 
     status: int
     text: str = field(repr=False)
     quoted: str
-    """Its status and text without secrets, for messages."""
+    """Status and beginning of the text, without secrets, for messages."""
 
     @property
     def is_success(self) -> bool:
@@ -37,12 +37,12 @@ class Answer:
 
     @property
     def is_absent(self) -> bool:
-        """Whether the server has no such call."""
+        """Whether the server has no such endpoint."""
         return self.status in (404, 405, 501)
 
     @cached_property
     def document(self) -> Any:
-        """The JSON value in it; None if it is not JSON."""
+        """The parsed JSON text; None if it is not JSON."""
         try:
             return json.loads(self.text)
         except (ValueError, RecursionError):
@@ -51,10 +51,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Client:
-    """The address of one server.
+    """An HTTP client of one server.
 
-    `headers` are sent with every request. Without an "Authorization" among them the token in the environment variable
-    FT_CKPT_ENGINE_TOKEN is sent as a bearer token. Neither is ever part of a message.
+    `headers` are sent with every request. Unless they include "Authorization", the token in the environment variable
+    FT_CKPT_ENGINE_TOKEN is sent as bearer token. Messages contain neither.
     """
 
     url: str
@@ -65,7 +65,7 @@ class Client:
         try:
             parts = urlsplit(self.url)
             is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # of a port
+        except ValueError:  # an invalid port
             is_address = False
         if not is_address or parts.query or parts.fragment or not re.fullmatch(r"[!-~]+", self.url):
             raise ConfigError(f"{self.url}: expected the address of a server, such as http://127.0.0.1:8000")
@@ -77,19 +77,19 @@ class Client:
         object.__setattr__(self, "url", self.url.rstrip("/"))
 
     def get(self, path: str, **query: str) -> Answer:
-        """GET `path`; as `post`."""
+        """GET `path`; returns and raises as `post`."""
         return self._send("GET", path, None, query)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Answer:
-        """POST the JSON object `body` to `path`; an answer of any status.
+        """POST the JSON object `body` to `path`. Returns the response, also one with an error status.
 
-        Raises EngineError when there is no whole answer within `timeout_seconds`, and for a redirect: the token would
-        go to another host, and a POST become a GET.
+        Raises EngineError if no complete response arrives within `timeout_seconds`, and for a redirect, which would
+        send the token to another host and turn a POST into a GET.
         """
         return self._send("POST", path, json.dumps(body if body is not None else {}).encode(), query)
 
     def expect(self, answer: Answer, action: str) -> Answer:
-        """The answer, if it is a success. Raises EngineError with the server's own words otherwise."""
+        """The response, if it is a success. Raises EngineError with the server's text otherwise."""
         if not answer.is_success:
             raise EngineError(f"{self.url}: {action}: refused: {answer.quoted}")
         return answer
@@ -102,7 +102,7 @@ class Client:
         try:
             with closing(kind(str(parts.hostname), parts.port, timeout=self.timeout_seconds)) as connection:
                 connection.connect()
-                # the time limit of a socket begins again with each byte
+                # each byte restarts the time limit of a socket
                 timer = threading.Timer(max(0.0, until - time.monotonic()), _cut, [connection.sock])
                 timer.daemon = True
                 timer.start()
@@ -111,7 +111,7 @@ class Client:
                     answer = self._read(connection.getresponse(), path)
                 finally:
                     timer.cancel()
-                if time.monotonic() < until:  # else it was cut, and may look whole
+                if time.monotonic() < until:  # else it was cut, and may look complete
                     return answer
                 raise TimeoutError
         except (OSError, ValueError, http.client.HTTPException) as error:
@@ -129,7 +129,7 @@ class Client:
         content = response.read(_ANSWER_LIMIT_BYTES + 1)
         if len(content) > _ANSWER_LIMIT_BYTES:
             raise EngineError(f"{self.url}{path}: an answer of more than {_ANSWER_LIMIT_BYTES >> 20} MiB")
-        if response.length:  # of a body that ended early
+        if response.length:  # the body ended early
             raise http.client.IncompleteRead(b"", response.length)
         text = content.decode("utf-8", "replace")
         return Answer(response.status, text, f"{response.status} {self._clean(text).strip()[:_QUOTED_CHARACTERS]}")
@@ -142,7 +142,7 @@ class Client:
         return found
 
     def _clean(self, text: str) -> str:
-        """The text without the values of our own headers, which a server may repeat."""
+        """The text without the secrets in our headers, which a server may echo."""
         for name, value in self._all_headers().items():
             secret = value.rpartition(" ")[2]
             if name != "Content-Type" and secret:
@@ -151,6 +151,6 @@ class Client:
 
 
 def _cut(connection: socket.socket) -> None:
-    """End a connection that another thread reads from."""
+    """Shut down a connection from which another thread reads."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

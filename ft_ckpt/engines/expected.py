@@ -1,9 +1,9 @@
-"""The digests that an engine reports when it holds the weights of a checkpoint.
+"""The digests that an engine reports if it holds the weights of a checkpoint.
 
-Engines store tensors in another form than files: q, k and v beside each other, gate and up too, each rank of tensor
-parallelism its rows or columns, the vocabulary padded, all in the type that the engine computes in. The rules here are
-those of dense decoders (vLLM's `QKVParallelLinear`, `MergedColumnParallelLinear`, `RowParallelLinear` and
-`VocabParallelEmbedding`, which SGLang shares). What has no rule here is counted, and proves nothing.
+Engines store tensors in another form than files: q, k and v are fused, gate and up too, each rank of tensor parallelism
+holds its rows or columns, the vocabulary is padded, and all tensors have the engine's dtype. The rules here are those
+of dense decoders (vLLM's `QKVParallelLinear`, `MergedColumnParallelLinear`, `RowParallelLinear` and
+`VocabParallelEmbedding`, which SGLang shares). Parameters without a rule are counted, but prove nothing.
 """
 
 import hashlib
@@ -38,8 +38,8 @@ class Comparison:
     """The parameters of one server against a checkpoint."""
 
     equal: tuple[str, ...]
-    different: tuple[str, ...]  # names with a rule whose digest is another one
-    without_rule: tuple[str, ...]  # names without a rule, or with a sum that is not SHA-256
+    different: tuple[str, ...]  # names with a rule whose digest differs
+    without_rule: tuple[str, ...]  # names without a rule, or with a digest that is not SHA-256
     unused: tuple[str, ...]  # stored tensors that are in no parameter: the engine has dropped them
 
     @property
@@ -52,10 +52,10 @@ class Comparison:
 
 
 def compare_digests(found: Mapping[str, str], file: TensorFile, config: Mapping[str, Any]) -> Comparison:
-    """Compare SHA-256 sums that an engine reports with those of the tensors in `file`.
+    """Compare the SHA-256 digests that an engine reports with those of the tensors in `file`.
 
-    `found`: sums by parameter, each with its ranks before it, such as "dp0:pp0:pcp0:tp1:model.norm.weight". `config`:
-    the model's config.json. A parameter is equal in any type that an engine may have cast it to: the file's, bfloat16,
+    `found`: digests by parameter, with its ranks as prefix, such as "dp0:pp0:pcp0:tp1:model.norm.weight". `config`: the
+    model's config.json. A parameter may be equal in any dtype that an engine may have cast it to: the file's, bfloat16,
     float16 or float32.
     """
     size = 1 + max((_tensor_rank(name) for name in found), default=0)
@@ -77,19 +77,19 @@ def compare_digests(found: Mapping[str, str], file: TensorFile, config: Mapping[
             ruled[name] = sources
         else:
             unknown.append(name)
-    with ThreadPoolExecutor(_THREADS) as pool:  # the server is paused meanwhile
+    with ThreadPoolExecutor(_THREADS) as pool:  # parallel, because the server is paused meanwhile
         for name, verdict in zip(ruled, pool.map(is_equal, ruled, ruled.values()), strict=True):
             (equal if verdict else different).append(name)
     return Comparison(tuple(equal), tuple(different), tuple(unknown), tuple(sorted(unused)))
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether the rules here are those of the engines for a model with this config.json, unquantised."""
+    """Whether engines follow the rules here for a model with this config.json: a known type, unquantised."""
     return config.get("model_type") in KNOWN_MODELS and not config.get("quantization_config")
 
 
 def _bare(name: str) -> str:
-    """The name of a parameter without ranks, and without the wrapper of layers that take adapters."""
+    """The name of a parameter without ranks and without the wrapper around layers that take adapters."""
     return _RANK.sub("", name).replace(".base_layer.", ".")
 
 
@@ -108,7 +108,7 @@ class _StoredModel:
         self.ties = getattr(file, "ties", {})
 
     def sources(self, name: str) -> list[str]:
-        """The stored tensors that parameter `name` is made of, in their order; empty without a rule."""
+        """The stored tensors that make up the parameter `name`, in order; empty without a rule."""
         names = [name]
         for fused, parts in _FUSED.items():
             if f".{fused}." in name and not self._has(name):
@@ -118,7 +118,7 @@ class _StoredModel:
         return names if names and all(map(self._has, names)) else []
 
     def digests(self, name: str, sources: Sequence[str], rank: int) -> Iterator[str]:
-        """The sums that the parameter may have on a rank: by type, with the vocabulary padded or not."""
+        """The digests that the parameter may have on a rank: by dtype, with the vocabulary padded or not."""
         own = self.file.specs[self.ties.get(sources[0], sources[0])].dtype
         for dtype in dict.fromkeys((own, *_DTYPES)):
             pieces = [self._read(source).to(getattr(torch, dtype)) for source in sources]
@@ -144,7 +144,7 @@ class _StoredModel:
         return self.file.read(stored).view(self.file.specs[stored].shape)
 
     def _rows(self, tensor: Tensor, rank: int, source: str) -> Tensor:
-        """The rows of a rank; key and value heads are repeated where there are fewer than ranks."""
+        """The rows of a rank; key and value heads are repeated if there are fewer than ranks."""
         if re.search(r"\.[kv]_proj\.", source) and self.key_heads < self.size:
             return tensor.chunk(self.key_heads)[rank * self.key_heads // self.size]
         return self._part(tensor, rank, 0)

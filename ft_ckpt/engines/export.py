@@ -1,6 +1,6 @@
-"""Converts an adapter into one with a single rank and a single scale, which every version of an engine reads alike.
+"""Converts an adapter to a single rank and a single scale, which all versions of an engine apply in the same way.
 
-Few versions of the engines read rank_pattern, alpha_pattern and use_rslora; the others scale wrongly without a word.
+Few versions of the engines read rank_pattern, alpha_pattern and use_rslora; the others silently scale wrongly.
 """
 
 import json
@@ -35,12 +35,12 @@ def export(
 
     The result has one rank, the largest of all layers, and one scale, that of most layers. Matrices of lower ranks are
     padded with zeros. In layers of another scale (alpha_pattern, rank_pattern, use_rslora) the outer matrix is
-    multiplied by the ratio, in its type where that holds the products, else in float32; a note counts the layers where
-    that rounds. Everything else is as it was. `adapter`: a folder of PEFT, or a checkpoint of ours, which is compared
+    multiplied by the ratio, in its dtype if the products are exact in it, else in float32; a note counts the layers
+    that are rounded. Everything else is unchanged. `adapter`: a PEFT folder, or a checkpoint of ours, which is compared
     with its digests; `overwrite` as in `convert`.
 
-    Raises ConfigError for an unknown engine, SelectionError naming all that has no exact conversion with what to do
-    instead; for files as `convert` does.
+    Raises ConfigError for an unknown engine, SelectionError naming each setting and tensor without an exact conversion
+    and the remedy; for files as `convert` does.
     """
     check_engine(engine)
     source = open_place(adapter)

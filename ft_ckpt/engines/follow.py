@@ -1,4 +1,4 @@
-"""Publishes the checkpoints of a run as they come: from the process that trains, or from one that watches the run."""
+"""Publishes the checkpoints of a run when they are committed: from the training process, or from one that watches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -20,7 +20,7 @@ from ft_ckpt.transfer.push import PushQueue
 
 
 def publish_goal(given: str | Sequence[str] | Mapping[str, Any]) -> tuple[list[str], PublishOptions]:
-    """The URLs and options in a setting: a URL, several, or a mapping of `url` and other arguments of `publish`.
+    """The URLs and options in a setting: one URL, several, or a mapping of `url` and other arguments of `publish`.
 
     Raises ConfigError for anything else.
     """
@@ -49,7 +49,7 @@ class PendingPublish:
     urls: tuple[str, ...]
     """The servers."""
     future: "Future[PublishReport | None]"
-    """Resolves to the report; to None when a newer checkpoint was there before it began."""
+    """Resolves to the report; to None if a newer checkpoint was waiting before it began."""
 
     @property
     def done(self) -> bool:
@@ -61,23 +61,23 @@ class PendingPublish:
         return bool(wait([self.future], timeout).done)
 
     def result(self, timeout: float | None = None) -> PublishReport | None:
-        """Wait for it, at most `timeout` seconds, and give its report.
+        """Wait for it, at most `timeout` seconds, and return its report.
 
-        Raises what the publish raised; TimeoutError when time is up.
+        Raises the error of the publish; TimeoutError after `timeout` seconds.
         """
         return self.future.result(timeout)
 
 
 class Publisher:
-    """Publishes in the background, one at a time; of several checkpoints that wait, the newest."""
+    """Publishes in the background, one checkpoint at a time; of several that wait, only the newest."""
 
     def __init__(self, urls: Sequence[str], options: PublishOptions, after_resume: str = "resumed") -> None:
         self.urls, self.options, self.after_resume = tuple(urls), options, after_resume
-        self.version: str | None = None  # the last one that was published
+        self.version: str | None = None  # of the last publish
         self._queue, self._pending = PushQueue(), list[PendingPublish]()
 
     def begin(self, place: Place) -> PendingPublish:
-        """Publish the checkpoint at `place`, leased from now on. An error is a warning, and raised from the handle."""
+        """Publish the checkpoint at `place`, leased from now on. An error is a warning, and raised by the handle."""
         pending = PendingPublish(place.location, self.urls, Future())
         stack = ExitStack()
         try:
@@ -104,7 +104,7 @@ class Publisher:
         return pending
 
     def end(self, *, wait_for: bool) -> None:
-        """Wait for all; or name those that have not ended, which go on until the process ends."""
+        """Wait for all publishes if `wait_for`; warn of those not ended, which continue until the process ends."""
         left = [pending for pending in self._pending if not pending.done]
         if wait_for and left:
             LOG.info("waiting until %s is published to %s", location_name(left[-1].path), ", ".join(self.urls))
@@ -132,7 +132,7 @@ class _PublishingFollower(Follower):
     published: int = 0
 
     def visit(self, waiting: Sequence[CheckpointInfo], infos: Sequence[CheckpointInfo]) -> None:
-        """Publish the newest; then all older ones are settled."""
+        """Publish the newest checkpoint, and settle it and all older ones."""
         info = waiting[-1]
         try:
             report = publish_with(info.place, self.urls, self.options)
@@ -141,7 +141,7 @@ class _PublishingFollower(Follower):
         except ConfigError as error:
             if not self.published:
                 raise
-            # a proxy answers where the server is being started again
+            # a proxy may answer while the server restarts
             self.retry(info, error, counts=self.all_answer())
         except CheckpointError as error:
             self.skip(info, error)
@@ -173,13 +173,13 @@ def follow_run(
 ) -> int:
     """Publish each new newest checkpoint of `run`, a folder or URL that may not exist yet; returns how many.
 
-    The newest is published, none twice, and none that is older than the last one. A server that does not answer is
-    tried again; a checkpoint that is damaged, or that servers which are up refuse twice, is skipped: `on_trouble` is
-    told each of these once. Ends on SIGINT or SIGTERM, when a publish under way is finished, and after `idle_seconds`
-    without a new checkpoint.
+    Only the newest is published, none twice, and none that is older than the last one. A server that does not answer is
+    retried; a checkpoint that is damaged, or that running servers refuse twice, is skipped; `on_trouble` gets each of
+    these messages once. Ends on SIGINT or SIGTERM, after the current publish, and after `idle_seconds` without a new
+    checkpoint.
 
-    Raises ConfigError for options and servers that cannot be. At the end for want of new checkpoints it raises the
-    error of the newest one, if that was not published.
+    Raises ConfigError for invalid options and, until one publish has succeeded, for unsupported servers. After
+    `idle_seconds` it raises the newest error since the last publish, if there is one.
     """
     follower = _PublishingFollower(open_place(run), on_trouble, urls, options, on_published)
     follower.follow(idle_seconds, poll_seconds)

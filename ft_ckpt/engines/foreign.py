@@ -1,11 +1,11 @@
 """Reads the chains of deltas that TRL's asynchronous GRPO writes: one safetensors file for each step.
 
     anchors/step_000010.safetensors   all weights by their names
-    deltas/step_000011.safetensors    of each weight that changed NAME.idx and NAME.val (or NAME.indices, NAME.values):
-                                      flat positions and values; in the metadata the number of the step (model_version)
-                                      and how positions are encoded: "raw", or "gap_delta", the gaps between them
+    deltas/step_000011.safetensors    for each changed weight NAME.idx and NAME.val (or NAME.indices, NAME.values): flat
+                                      positions and values; in the metadata the number of the step (model_version) and
+                                      the encoding of positions: "raw", or "gap_delta", the gaps between them
 
-They have no configs and no digests: configs come from a base, and of a step only the number can be compared.
+They have no configs and no digests: configs come from a base, and only the number of a step can be checked.
 """
 
 import re
@@ -37,11 +37,11 @@ def rebuild_foreign(
 
     `entry` is the path or URL of a file in its folder "anchors" or "deltas": the weights are those of the newest anchor
     up to this step, with all deltas after it. `base` is a Hugging Face folder or a checkpoint of the model, whose names
-    and shapes are compared; the types are the anchor's. Slice by slice; memory holds the changes of one tensor.
-    `overwrite` as in `convert`.
+    and shapes are compared; the dtypes are the anchor's. Tensors are written in slices; memory holds the changes of one
+    tensor. `overwrite` as in `convert`.
 
-    Raises CorruptError when a step is missing or has another number than its name says, or for positions outside of
-    their tensor; LoadError when the weights are not those of the base, or positions are encoded in another way.
+    Raises CorruptError if a step is missing, its number differs from its name, or its positions or values are invalid;
+    LoadError if names or shapes differ from those of the base, or the encoding of positions is unknown.
     """
     step, origin = open_place(entry), open_place(base)
     options = convert_options(
@@ -89,7 +89,7 @@ def _files_by_number(folder: Place) -> dict[int, Place]:
 
 
 class _RebuiltTensors:
-    """The tensors of an anchor with those of deltas written into them, named and shaped as in `base`."""
+    """The tensors of an anchor with the changes of the deltas applied, with the names and shapes of `base`."""
 
     def __init__(self, places: Sequence[Place], files: Sequence[TensorFile], base: TensorFile) -> None:
         self.places, self.files = places, files
@@ -132,7 +132,7 @@ class _RebuiltTensors:
         """The files are closed by the caller."""
 
     def _changes(self, number: int, name: str) -> list[tuple[Tensor, Tensor]]:
-        """The positions, ascending, and values of one delta; none if the tensor has not changed."""
+        """The ascending positions and the values of one delta; empty if the tensor has not changed."""
         file, spec = self.files[number], self.specs[name]
         pair = next((pair for pair in _ENDINGS if name + pair[0] in file.specs), None)
         if pair is None:
@@ -151,7 +151,7 @@ class _RebuiltTensors:
 
 
 def _checked_step(place: Place, file: TensorFile) -> str:
-    """How the positions are encoded. Raises CorruptError for a file of another step, LoadError for other encodings."""
+    """The encoding of positions. Raises CorruptError for a file of another step, LoadError for other encodings."""
     metadata: Mapping[str, str] = getattr(file, "metadata", {})
     named = _STEP.fullmatch(place.basename)
     number = metadata.get("model_version", "")

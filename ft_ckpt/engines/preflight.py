@@ -35,7 +35,7 @@ _PATTERNS = ("rank_pattern", "alpha_pattern")
 _INNER, _OUTER = ".lora_A.weight", ".lora_B.weight"
 _MOST_FLOAT = sys.float_info.max
 _PREFIX = "base_model.model."  # PEFT's
-_UNREAD = (  # fields of LoRA variants that engines neither read nor apply
+_UNREAD = (  # fields of LoRA variants that engines ignore
     *("use_dora", "lora_bias", "use_bdlora", "use_qalora", "alora_invocation_tokens", "layer_replication"),
     *("arrow_config", "kasa_config", "monteclora_config"),
 )
@@ -44,10 +44,10 @@ _UNREAD = (  # fields of LoRA variants that engines neither read nor apply
 def check_for(engine: str, folder: str | Place, *, max_lora_rank: int = MOST_RANK) -> list[str]:
     """The reasons why `engine` ("vllm" or "sglang") would not serve the adapter or model in `folder` as it was trained.
 
-    Each is one line: the field or file, what was found, what is expected, what to do. An empty list is no promise that
-    the engine knows the architecture; a publish asks the engine itself. `max_lora_rank`: the engine's own setting.
+    Each is one line: the field or file, its value, the expected value, the remedy. An empty list does not prove that
+    the engine supports the architecture: only a publish tries that. `max_lora_rank`: the engine's own setting.
 
-    Raises ConfigError for an unknown engine, and what opening the folder raises.
+    Raises ConfigError for an unknown engine, and the errors of opening the folder.
     """
     check_engine(engine)
     with hold_open(folder) as place, closing(open_folder(place, place)) as file:
@@ -55,13 +55,13 @@ def check_for(engine: str, folder: str | Place, *, max_lora_rank: int = MOST_RAN
 
 
 def check_engine(engine: str) -> None:
-    """Raise ConfigError unless the name is that of a known engine."""
+    """Raise ConfigError if the engine is unknown."""
     if engine not in ENGINES:
         raise ConfigError(f"engine={engine!r}: expected one of {', '.join(ENGINES)}")
 
 
 def findings(engine: str, store: Store, file: TensorFile, max_lora_rank: int = MOST_RANK) -> Iterator[str]:
-    """As `check_for`, of an open folder."""
+    """As `check_for`, for an open folder."""
     settings = _settings(store, "adapter_config.json")
     if settings is None:
         yield from _model_findings(store, file)
@@ -81,7 +81,7 @@ def needs_export(store: Store) -> bool:
 
 
 def adapter_findings(settings: Mapping[str, Any], file: TensorFile, max_lora_rank: int) -> Iterator[str]:
-    """The findings of an adapter with the `settings` of adapter_config.json, apart from those that an export mends."""
+    """The findings of an adapter with the `settings` of adapter_config.json, except those that an export fixes."""
     kind = settings.get("peft_type")
     if kind != "LORA":
         yield f"peft_type: {kind}, expected LORA; {_MERGE}"
@@ -102,7 +102,7 @@ def adapter_findings(settings: Mapping[str, Any], file: TensorFile, max_lora_ran
 def rank_and_scale(settings: Mapping[str, Any], layer: str) -> tuple[int, float]:
     """The rank of a layer's matrices, and the factor of their product, by PEFT's rule.
 
-    The first key of a pattern counts that is the end of the layer's path, from a dot on, as a regular expression.
+    In a pattern, the first key applies that matches the whole layer path or its end after a dot, as regular expression.
     """
 
     def chosen(field: str, default: Any) -> Any:
@@ -115,7 +115,7 @@ def rank_and_scale(settings: Mapping[str, Any], layer: str) -> tuple[int, float]
 
 
 def lora_layers(file: TensorFile) -> dict[str, str]:
-    """The paths in the base model of the layers that have matrices, with the beginning of their tensors' names."""
+    """The paths of the layers with matrices in the base model, each with the prefix of its tensors' names."""
     heads = (name.removesuffix(_INNER).removesuffix(_OUTER) for name in file.specs if name.endswith((_INNER, _OUTER)))
     return {head.removeprefix(_PREFIX): head for head in heads}
 
@@ -123,7 +123,7 @@ def lora_layers(file: TensorFile) -> dict[str, str]:
 def compare_base(record: PartRecord, base_path: str) -> tuple[list[str], str]:
     """Compare the server's base, in the folder `base_path`, with the base of the adapter.
 
-    Returns the findings, and why nothing was compared ("" if it was).
+    Returns the findings, and the reason why nothing was compared ("" if it was).
     """
     if record.base is None or not record.base.fingerprint:
         return [], "the checkpoint has no record of it"
@@ -171,7 +171,7 @@ def _is_expression(text: str) -> bool:
 
 
 def _matrix_findings(settings: Mapping[str, Any], file: TensorFile) -> Iterator[str]:
-    """Layers without two matrices of the rank that the settings give them."""
+    """Layers that do not have two matrices of the rank in the settings."""
     wrong = []
     for layer, head in lora_layers(file).items():
         rank, _ = rank_and_scale(settings, layer)
@@ -187,7 +187,7 @@ def _matrix_findings(settings: Mapping[str, Any], file: TensorFile) -> Iterator[
 
 
 def _type_findings(file: TensorFile) -> Iterator[str]:
-    """Matrices of a type that PEFT does not compute LoRA in."""
+    """Matrices of a dtype in which PEFT does not compute LoRA."""
     wrong = [
         f"{name}: {spec.dtype}"
         for name, spec in file.specs.items()
@@ -240,7 +240,7 @@ def _model_findings(store: Store, file: TensorFile) -> Iterator[str]:
 
 
 def _shape_findings(config: Mapping[str, Any], file: TensorFile) -> Iterator[str]:
-    """Contradictions between the config and the tensors that every decoder shows."""
+    """Contradictions between the config and the tensors, for shapes that every decoder has."""
     text = config.get("text_config")
     inner: Mapping[str, Any] = text if isinstance(text, dict) else config
     vocabulary, hidden = inner.get("vocab_size"), inner.get("hidden_size")

@@ -1,8 +1,8 @@
 """Publish a committed checkpoint into running inference servers, and prove that they hold it.
 
-An adapter gets a name of its own for each version and is never loaded again under it: servers answer from caches that
-are keyed by the name. Full weights are loaded in place while generation is paused; the version that a server reports
-says "(loading)" meanwhile, so that a publisher that is killed leaves no server that claims what it does not hold.
+Each version of an adapter gets its own name and is never loaded again under it, because the caches of servers are keyed
+by name. Full weights are loaded in place while generation is paused. Meanwhile the version that a server reports ends
+in "(loading)", so that no server reports weights that it does not hold if the publisher is killed.
 """
 
 import json
@@ -40,27 +40,27 @@ _SHAPE_FIELDS = (  # of config.json; a server keeps those that it was started wi
     *("architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "vocab_size"),
 )
-_ANY_RANK = 1 << 20  # the server knows its own limit
-_FIRST_VERSION = "default"  # what vLLM and SGLang report of the weights that they were started with
-_ALIKE = 1e-4  # log probabilities nearer than this are one answer
-_NEAR = 0.1  # of log probabilities computed in bfloat16, and their reference in float32
+_ANY_RANK = 1 << 20  # no limit here: the server checks its own
+_FIRST_VERSION = "default"  # the version that vLLM and SGLang report for their initial weights
+_ALIKE = 1e-4  # log probabilities that differ by less count as equal
+_NEAR = 0.1  # largest error of log probabilities in bfloat16, against a reference in float32
 
 
 @dataclass(frozen=True)
 class ServerReport:
-    """One server after a publish; or the entry of a chain, whose kind is its `engine`, and its base its `before`."""
+    """One server after a publish; for a chain its new entry, with the kind as `engine` and the base as `before`."""
 
     url: str
     engine: str
     """The engine and its version, such as "vLLM 0.32.0"."""
     before: str | None
-    """The version of the weights it held; None for an adapter, and where the server does not say."""
+    """The version of the previous weights; None for an adapter, and if the server reports none."""
     is_new: bool
-    """False if it held this version already, and nothing was sent."""
+    """False if the server already held this version, and nothing was loaded."""
     checked: str
-    """What was compared, such as "27 of 27 parameters equal to the files"."""
+    """The result of the comparison, such as "27 of 27 parameters equal to the files"."""
     paused_seconds: float = 0.0
-    """For how long it generated nothing."""
+    """How long generation was paused."""
     unloaded: tuple[str, ...] = ()
     """Older versions of the adapter that were unloaded."""
 
@@ -74,8 +74,8 @@ class PublishReport:
     kind: str
     """"adapter" or "weights"; in a chain "anchor" or "delta"."""
     name: str
-    """The model to ask for: the adapter's name with its version (on SGLang "BASE:NAME"), or the name of the base; of a
-    chain its name."""
+    """The model name for requests: the adapter's name with its version (on SGLang "BASE:NAME"), or the name of the
+    base; of a chain its name."""
     version: str
     """The version: of an adapter the part after "@"; of weights the one that servers report; in a chain the entry."""
     servers: tuple[ServerReport, ...]
@@ -86,7 +86,7 @@ class PublishReport:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions:
-    """How a checkpoint is published; the arguments of `publish`."""
+    """The arguments of `publish` beside checkpoint and URLs."""
 
     name: str | None = None
     version: str | None = None
@@ -129,7 +129,7 @@ class PublishOptions:
             raise ConfigError(f"{listing(wrong, ', ')}: {kind}")
 
     def check_urls(self, urls: Sequence[str]) -> None:
-        """Raise ConfigError for addresses that are none, for a chain without `delta`, and for a server with it."""
+        """Raise ConfigError for invalid or repeated URLs, a chain without `delta`, a server or two chains with it."""
         if not urls or len({*urls}) < len(urls):
             raise ConfigError(f"{', '.join(urls) or 'no URL'}: expected one or more servers, each once")
         for url in urls:
@@ -166,34 +166,34 @@ def publish(
 ) -> PublishReport:
     """Load the committed `checkpoint` into the running server at `url`, or into several, and prove that they hold it.
 
-    Servers of vLLM, SGLang, and others with SGLang's calls. All servers hold the checkpoint when this returns, or none:
-    after a failure each is given back what it held, and the error says what it holds now. The digests of all files are
+    Supports vLLM, SGLang, and servers with SGLang's endpoints. On return, all servers hold the checkpoint; after a
+    failure each is restored to its previous state, and the error says what it holds now. The digests of all files are
     compared first, and the checkpoint is leased until the servers have answered.
 
     An adapter is loaded as `name`@`version`, by default the run's folder, the step and the head of the manifest's
     digest, as in "policy@500-3fa9c1d2", and never loaded again under a name. It is refused beforehand if the engine
     would drop or misread part of it. Then the server must list it, and its answers to three prompts must differ from
-    the base's; with `base` (the base model, as `load_model` takes it) they must also be those of transformers and PEFT.
+    the base's; with `base` (the base model, as in `load_model`) they must also match those of transformers and PEFT.
     Of older versions under `name`, the `keep` newest stay loaded.
 
     Full weights are loaded in place: the server is paused (requests `in_flight`: "wait" for their end, "keep" them, or
-    "abort"), reads the files, drops its caches, reports the SHA-256 of its parameters, which are compared with those
-    that the files give, and goes on. `check`="listed" leaves out the comparison of digests and answers.
+    "abort"), reads the files, drops its caches, reports the SHA-256 of its parameters, which are compared with those of
+    the files, and resumes. `check`="listed" skips the comparison of digests and answers.
 
     `kind`: "adapter", "weights", or "auto" by the parts of the checkpoint; `part`: one of several parts. `visible_at`:
     the path at which the servers see a folder of this machine, as in {"/mnt/runs": "/data/runs"}. `stage`: a folder
-    that servers see, into which a checkpoint in a bucket is pulled (by default the cache), and an adapter exported that
-    the engine would misread otherwise (see `export`; by default it is refused). `headers` are sent with each
-    request; without an Authorization among them the environment variable FT_CKPT_ENGINE_TOKEN is sent as bearer token.
+    that servers see, for checkpoints pulled from a bucket (by default the cache), and for exports of adapters that the
+    engine would misread (see `export`; by default such adapters are refused). `headers` are sent with each request;
+    unless they include Authorization, the environment variable FT_CKPT_ENGINE_TOKEN is sent as bearer token.
 
-    With `delta`, `url` is a chain, a folder or the URL of one in a bucket, to which the checkpoint is appended: only
-    the elements that differ from the newest entry, or every `anchor_every` entries, and where that is more than half of
-    its bytes, all of it. Published to a server, an entry of a chain is rebuilt in `stage`, byte for byte; of those the
-    two newest are kept. The report has one "server", the entry.
+    With `delta`, `url` is a chain (a folder, or the URL of one in a bucket), to which the checkpoint is appended: only
+    the elements that differ from the newest entry, or the whole checkpoint, every `anchor_every` entries and if the
+    difference has more than half of its bytes. When an entry is published to a server, its checkpoint is rebuilt in
+    `stage`, byte for byte; the two newest are kept. The report has one "server", the entry.
 
-    Raises ConfigError for arguments or servers that cannot be, NotACheckpointError or CorruptError for the checkpoint,
-    LoadError naming all that the engine would misread, EngineError when a server refuses, does not answer or holds
-    something else.
+    Raises ConfigError for invalid arguments and unsupported servers, NotACheckpointError or CorruptError for the
+    checkpoint, LoadError naming everything that the engine would misread, EngineError if a server refuses, does not
+    answer or holds something else.
     """
     options = PublishOptions(
         name=name, version=version, kind=kind, part=part, visible_at=visible_at or {}, keep=keep, in_flight=in_flight,
@@ -246,7 +246,7 @@ def _append(checkpoint: Place, chain: Place, options: PublishOptions) -> Publish
 
 
 def _drop_rebuilt(entry: Place, stage: Path) -> None:
-    """Delete checkpoints in the stage that were rebuilt from older entries of the chain; a failure is a warning."""
+    """Delete checkpoints in the stage that were rebuilt from older entries of the chain; log a failure as a warning."""
     try:
         drop_rebuilt(Place(entry.absolute.beside), stage / _run_of(entry))
     except (CheckpointError, OSError) as error:
@@ -260,9 +260,9 @@ def _drop_rebuilt(entry: Place, stage: Path) -> None:
 def _exported(
     place: Place, servers: Sequence[Server], options: PublishOptions
 ) -> Iterator[tuple[OpenCheckpoint, PartRecord, PublishOptions]]:
-    """As `_opened`; of an adapter with patterns its export, made in the folder `stage` if that is given."""
+    """As `_opened`; with `stage`, an adapter with patterns is replaced by its export in that folder."""
     if options.name is None and not isinstance(place.store, LocalStore):
-        options = replace(options, name=_run_of(place))  # and not that of the folder that it is pulled into
+        options = replace(options, name=_run_of(place))  # not the name of the folder that it is pulled into
     with _opened(place, options) as (held, record):
         if options.stage is None or record.kind != "adapter" or not needs_export(Place(held.store, record.path).folder):
             yield held, record, options
@@ -277,7 +277,7 @@ def _exported(
 
 @contextmanager
 def _opened(place: Place, options: PublishOptions) -> Iterator[tuple[OpenCheckpoint, PartRecord]]:
-    """The checkpoint on this machine, leased and compared with its digests; and the part to publish."""
+    """The checkpoint on this machine, leased and compared with its digests, and the part to publish."""
     if not isinstance(place.store, LocalStore) or is_delta(place):
         folder = None if options.stage is None else options.stage / _run_of(place) / place.basename
         if folder is not None and LocalStore(folder).identity == place.folder.identity:
@@ -307,7 +307,7 @@ def _chosen_part(held: OpenCheckpoint, options: PublishOptions) -> PartRecord:
 def _refuse_misread(
     servers: Sequence[Server], held: OpenCheckpoint, record: PartRecord, file: TensorFile, options: PublishOptions
 ) -> dict[str, str]:
-    """Raise LoadError for all that the servers would misread; why an adapter's base was not compared, by URL."""
+    """Raise LoadError for all that servers would misread. Returns why an adapter's base was not compared, by URL."""
     engines = sorted({server.engine.lower() for server in servers})
     store = Place(held.store, record.path).folder
     found = [line for engine in engines for line in findings(engine, store, file, _ANY_RANK)]
@@ -335,7 +335,7 @@ class _Folder:
 
     @classmethod
     def of(cls, here: Path, options: PublishOptions) -> "_Folder":
-        """With the longest folder of `visible_at` that leads to it replaced."""
+        """Replaces the longest folder of `visible_at` that contains `here` by its path on the servers."""
         here, visible_at = here.absolute(), options.visible_at
         fitting = [folder for folder in visible_at if here.is_relative_to(Path(folder).absolute())]
         if visible_at and not fitting:
@@ -352,7 +352,7 @@ class _Folder:
 
 
 def _own_path(path: str | None, visible_at: Mapping[str, str]) -> str:
-    """The path on this machine of what the servers see at `path`; "" if that is not known."""
+    """The path on this machine of the servers' `path`: the same if `visible_at` does not contain it; "" for None."""
     for folder, seen in visible_at.items():
         if path and Path(path).is_relative_to(seen):
             return str(Path(folder) / Path(path).relative_to(seen))
@@ -360,7 +360,7 @@ def _own_path(path: str | None, visible_at: Mapping[str, str]) -> str:
 
 
 def _run_of(place: Place) -> str:
-    """The name of the folder that a checkpoint is in, as a part of other names."""
+    """The name of the folder of a checkpoint, in characters that other names allow."""
     return re.sub(r"[^\w.-]+", "-", Place(place.absolute.beside).basename) or "run"
 
 
@@ -379,7 +379,7 @@ def _weights_version(held: OpenCheckpoint) -> str:
 
 
 def _on_each(each: Sequence[Any], step: Callable[[Any], Any]) -> list[Any]:
-    """The results of `step` on all servers at once; for each its result or the CheckpointError that it raised."""
+    """Run `step` on all servers at the same time. Returns for each its result, or the CheckpointError it raised."""
 
     def outcome(one: Any) -> Any:
         try:
@@ -402,7 +402,7 @@ def _problems(outcomes: Sequence[Any]) -> list[str]:
 class _Reference:
     """The expected answers of an adapter."""
 
-    is_neutral: bool  # the adapter changes nothing: its answers are the base's
+    is_neutral: bool  # the adapter changes nothing: its answers equal the base's
     base: list[list[float]] | None = None  # log probabilities of transformers, as `probe` gives them
     adapted: list[list[float]] | None = None
 
@@ -415,7 +415,7 @@ class _Adapter:
 
 
 def _publish_adapter(servers: Sequence[Server], adapter: _Adapter, options: PublishOptions) -> list[ServerReport]:
-    """Load the adapter everywhere and compare the answers; unload it everywhere when one server fails."""
+    """Load the adapter on all servers and compare the answers; if one fails, unload it where it was new."""
     was_there = _on_each(servers, lambda server: _has_adapter(server, adapter.name))
     if problems := _problems(was_there):
         raise EngineError(f"{listing(problems)}; no adapter was loaded")
@@ -444,7 +444,7 @@ def _publish_adapter(servers: Sequence[Server], adapter: _Adapter, options: Publ
 
 
 def _has_adapter(server: Server, name: str) -> bool:
-    """Whether it is loaded. Raises EngineError for a server that waits for full weights: it would not answer."""
+    """Whether it is loaded. Raises EngineError for a server that is paused or loading weights: it would not answer."""
     if (server.weight_version() or "").endswith(_LOADING) or server.is_paused():
         raise EngineError(
             f"{server.client.url}: paused, or between two versions of its weights; if no other publish is under way, "
@@ -455,12 +455,12 @@ def _has_adapter(server: Server, name: str) -> bool:
 
 def _load_adapter(server: Server, adapter: _Adapter, options: PublishOptions) -> None:
     server.load_adapter(adapter.name, adapter.folder.there)
-    if options.version is not None:  # another adapter may have had this name, and left its states in a cache
+    if options.version is not None:  # another adapter of this name may have left its states in a cache
         server.drop_caches()
 
 
 def _check_adapter(server: Server, adapter: _Adapter) -> str:
-    """The result of the checks. Raises EngineError when the server does not list the adapter, or does not apply it."""
+    """The result of the checks. Raises EngineError if the server does not list the adapter, or does not apply it."""
     served, url = server.served(), server.client.url
     if adapter.name not in served.adapters:
         raise EngineError(f"{url}: {adapter.name}: not in its list of models after it was loaded")
@@ -506,7 +506,7 @@ def _natural_order(text: str) -> list[Any]:
 
 
 def _distance(one: list[list[float]], other: list[list[float]]) -> float:
-    """The largest difference of the log probabilities that both have."""
+    """The largest difference of log probabilities, over as many as both have."""
     pairs = (pair for first, second in zip(one, other, strict=True) for pair in zip(first, second, strict=False))
     return max((abs(a - b) for a, b in pairs), default=0.0)
 
@@ -546,10 +546,10 @@ class _Update:
 
     server: Server
     before: str | None = None
-    base: str = ""  # the name that it serves
-    base_path: str | None = None  # where it loaded its first weights from
+    base: str = ""  # the served model name
+    base_path: str | None = None  # the path of its initial weights
     is_new: bool = True
-    has_begun: bool = False  # its weights, or the version that it reports, may no longer be those of `before`
+    has_begun: bool = False  # its weights or its reported version may differ from `before`
     paused_at: float | None = None
     paused_seconds: float = 0.0
     digests: Mapping[str, str] | None = None
@@ -557,7 +557,7 @@ class _Update:
 
 
 def _publish_weights(servers: Sequence[Server], weights: _Weights) -> tuple[str, list[ServerReport]]:
-    """Pause, load and compare everywhere, tell the version, go on; after a failure load the version before.
+    """Pause all servers, load and compare, set the version, resume; after a failure restore the previous version.
 
     Returns the name of the served model, and a report of each server.
     """
@@ -589,12 +589,12 @@ def _publish_weights(servers: Sequence[Server], weights: _Weights) -> tuple[str,
 
 
 def _prepare(update: _Update, weights: _Weights) -> None:
-    """Ask the server what it holds. Raises EngineError for a model of other shapes than the served one."""
+    """Query the current weights of the server. Raises EngineError if the served model has other shapes."""
     server = update.server
     served = server.served()
     update.before, update.base, update.base_path = server.weight_version(), served.base, served.base_path
     if update.before == weights.version:
-        update.paused_at = time.monotonic()  # a publisher that was killed may have left it paused
+        update.paused_at = time.monotonic()  # a killed publisher may have left it paused
         _resume(update)
         update.paused_seconds = 0.0
         is_other = _difference(update, weights) is not None
@@ -623,13 +623,13 @@ def _load_weights(update: _Update, weights: _Weights) -> None:
 
 
 def _difference(update: _Update, weights: _Weights) -> str | None:
-    """How the digests that the server reports differ from those of the files; None if they do not."""
+    """How the digests of the server differ from those of the files; None if they do not, or are not compared."""
     server = update.server
     update.checked = _UNCHECKED
     if weights.options.check == "listed":
         return None
     update.digests = server.digests()
-    if update.digests == {} and update.paused_at is not None:  # some versions do not answer while they are paused
+    if update.digests == {} and update.paused_at is not None:  # some versions do not compute them while paused
         server.resume()
         update.digests = server.digests()
         server.pause(weights.options.in_flight)
@@ -685,9 +685,9 @@ def _put_back(update: _Update, weights: _Weights) -> str:
 
 @contextmanager
 def _weights_before(update: _Update, weights: _Weights) -> Iterator["_Weights | str | None"]:
-    """The previous weights: a checkpoint beside this one, or those that the server was started with.
+    """The previous weights: a checkpoint beside this one, or the server's initial weights.
 
-    A path if only the servers see them, None if they are not known.
+    A path if only the servers see them; None if they are unknown.
     """
     options = weights.options
     if update.before == _FIRST_VERSION:
@@ -709,7 +709,7 @@ def _weights_before(update: _Update, weights: _Weights) -> Iterator["_Weights | 
             continue
         with _opened(open_place(path), options) as (held, record):
             if not held.identity.startswith(found[3]):
-                continue  # of another run, or saved again since
+                continue  # from another run, or saved again since
             folder, place = _Folder.of(held.path / record.path, options), Place(held.store, record.path)
             with closing(open_folder(place, Place(held.origin, record.path))) as file:
                 yield _Weights(str(update.before), folder, held.path, file, _config_in(place.folder), options)
@@ -729,7 +729,7 @@ def _config_in(store: Store) -> dict[str, Any]:
 
 
 def _resume(update: _Update) -> None:
-    """Go on with generation; tried again, because a server must not stay paused."""
+    """Resume generation, with retries, because a server must not stay paused."""
     if update.paused_at is None:
         return
     for tries_left in range(_RESUME_TRIES - 1, -1, -1):

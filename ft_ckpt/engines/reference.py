@@ -1,4 +1,4 @@
-"""The answers of transformers and PEFT that a server's are compared with."""
+"""Reference answers of transformers and PEFT, to compare with those of a server."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ _TOP = 5
 def reference_answers(checkpoint: Path, part: str, base: Any) -> tuple[list[list[float]], list[list[float]]]:
     """The highest log probabilities after each of PROBE_PROMPTS: of the base, and of the adapter on it.
 
-    In float32, on the CPU. Raises what `load_model` raises.
+    Computed in float32 on the CPU. Raises the errors of `load_model`.
     """
     model = load_model(checkpoint, part=part or None, base=base).float().eval()
     with model.disable_adapter():

@@ -1,8 +1,8 @@
-"""The calls of the inference servers that can be published to: vLLM, and SGLang with the servers that copy its calls.
+"""The HTTP endpoints of inference servers that can be published to: vLLM, SGLang, and servers with SGLang's endpoints.
 
-Only paths, names and plain JSON are sent: the calls for tensors take pickles. Sources: vLLM 0.22 to 0.32
+Only paths, names and plain JSON are sent: the endpoints for tensors take pickles. Sources: vLLM 0.22 to 0.32
 (entrypoints/serve/dev/rlhf, entrypoints/serve/lora, docs/training/weight_checker.md), SGLang
-(docs/advanced_features/sglang_for_rl.md and lora). vLLM answers the calls for weights with VLLM_SERVER_DEV_MODE=1,
+(docs/advanced_features/sglang_for_rl.md and lora). vLLM has the endpoints for weights with VLLM_SERVER_DEV_MODE=1,
 those for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora.
 """
 
@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from ft_ckpt.engines.client import Answer, Client
 from ft_ckpt.errors import ConfigError, EngineError
 
-PROBE_PROMPTS = ((3, 5, 7, 11, 13), (2, 9, 4, 16, 8), (17, 6, 1, 10, 12))  # token ids that every vocabulary has
-_TOP = 5  # tokens whose log probabilities are compared; servers give 5 by default
+PROBE_PROMPTS = ((3, 5, 7, 11, 13), (2, 9, 4, 16, 8), (17, 6, 1, 10, 12))  # token ids in every vocabulary
+_TOP = 5  # tokens whose log probabilities are compared; servers return 5 by default
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Served:
     """The models that a server lists."""
 
     base: str  # name of its base model
-    base_path: str | None  # where the server loaded it from
-    adapters: Mapping[str, str | None]  # path of each adapter by name; None where the server does not say
+    base_path: str | None  # from which the server loaded it
+    adapters: Mapping[str, str | None]  # path of each adapter by name; None if the server does not report it
 
 
 class Server(Protocol):
@@ -43,27 +43,27 @@ class Server(Protocol):
         ...
 
     def model_name(self, base: str, adapter: str) -> str:
-        """The model to ask for in a request to an adapter on the served `base`."""
+        """The model name in requests to an adapter on the served `base`."""
         ...
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Load the adapter in the folder `path`, as the server sees it; nothing happens if it has one of this name."""
+        """Load the adapter in the folder `path` on the server; no error if one of this name is loaded."""
         ...
 
     def unload_adapter(self, name: str) -> None:
-        """Unload it; that it is not loaded is no error."""
+        """Unload the adapter; no error if it is not loaded."""
         ...
 
     def weight_version(self) -> str | None:
-        """The version that the server was last told; None if it has none."""
+        """The version of the weights that the server reports; None if it reports none."""
         ...
 
     def set_weight_version(self, version: str) -> None:
-        """Tell the server a version."""
+        """Set the version that the server reports."""
         ...
 
     def is_paused(self) -> bool:
-        """Whether generation is paused; False if the server cannot say."""
+        """Whether generation is paused; False if the server does not report it."""
         ...
 
     def pause(self, in_flight: str) -> None:
@@ -71,29 +71,29 @@ class Server(Protocol):
         ...
 
     def resume(self) -> None:
-        """Go on with generation; also where it is not paused."""
+        """Resume generation; no error if it is not paused."""
         ...
 
     def load_weights(self, path: str) -> None:
-        """Load full weights from the folder `path`, as the server sees it, in place; then drop all caches."""
+        """Load full weights in place from the folder `path` on the server; then drop all caches."""
         ...
 
     def drop_caches(self) -> None:
-        """Drop the cached states of earlier prompts, where the server has a call for it."""
+        """Drop the cached states of earlier prompts, if the server has an endpoint for it."""
         ...
 
     def digests(self) -> Mapping[str, str] | None:
-        """A sum of each parameter by name, with the ranks as "tp0:..." before it: SHA-256 in vLLM, others in SGLang.
+        """A digest of each parameter by name, with its ranks as prefix ("tp0:..."): SHA-256 in vLLM, others in SGLang.
 
-        None if the server has no such call; empty if it does not answer it now, while it is paused.
+        None if the server has no such endpoint; empty if it is paused and does not compute them now.
         """
         ...
 
 
 def connect(client: Client) -> Server:
-    """The server at an address, identified by its own answers.
+    """The server at an address, identified by its responses.
 
-    Raises EngineError when nothing answers, or refuses now, ConfigError for a server that cannot be published to.
+    Raises EngineError if no server answers, or it refuses now; ConfigError for a server that cannot be published to.
     """
     models = client.get("/v1/models")
     if not models.is_absent:
@@ -141,7 +141,7 @@ def _version(client: Client, path: str) -> str:
 
 
 def _has_loaded(answer: Answer) -> bool:
-    """Whether a refusal to load an adapter says that the name is loaded already: by another publisher just now."""
+    """Whether a refusal to load an adapter says that its name is loaded, as by another publisher just now."""
     return "already" in answer.text and "loaded" in answer.text
 
 
@@ -187,7 +187,7 @@ class VLLM:
         return adapter
 
     def load_adapter(self, name: str, path: str) -> None:
-        # "load_inplace" reads the disk again at each step, and a name that is used again answers from the old cache
+        # "load_inplace" reads the disk at each step, and a reused name answers from the old cache
         body = {"lora_name": name, "lora_path": path}
         self._post("/v1/load_lora_adapter", f"adapter {name!r} from {path}", body, passes=_has_loaded)
 
@@ -213,7 +213,7 @@ class VLLM:
 
     def resume(self) -> None:
         answer = self.client.post("/resume")
-        if not answer.is_absent or self.is_paused():  # without the calls it cannot have been paused
+        if not answer.is_absent or self.is_paused():  # without the endpoints it cannot have been paused
             self.client.expect(answer, "resuming")
 
     def load_weights(self, path: str) -> None:
@@ -222,10 +222,10 @@ class VLLM:
         self.drop_caches()
 
     def drop_caches(self) -> None:
-        # blocks of requests that a pause has kept are dropped too, and computed again
+        # blocks of requests kept by a pause are dropped and recomputed, too
         for path in ("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"):
             answer = self.client.post(path, reset_running_requests="true")
-            if not answer.is_absent:  # versions differ in these calls
+            if not answer.is_absent:  # versions differ in these endpoints
                 self.client.expect(answer, f"dropping its caches ({path})")
             if _is_object(answer) and answer.document.get("success") is False:
                 raise EngineError(f"{self.client.url}: {path}: not dropped; it would answer from the old weights")
@@ -253,13 +253,13 @@ class VLLM:
         return self.client.expect(answer, action)
 
 
-# Requests that are retracted are computed again from their tokens; "in_place" would keep the cache of the old weights
+# Retracted requests are recomputed from their tokens; "in_place" would keep the cache of the old weights
 _SGLANG_MODES = {"wait": "retract", "keep": "retract", "abort": "abort"}
 
 
 @dataclass(frozen=True)
 class SGLang:
-    """A server of SGLang, or one that has its calls."""
+    """A server of SGLang, or one with its endpoints."""
 
     client: Client
     version: str
@@ -269,7 +269,7 @@ class SGLang:
         return _served(self.client)
 
     def model_name(self, base: str, adapter: str) -> str:
-        return f"{base}:{adapter}"  # a name without a colon is answered by the base
+        return f"{base}:{adapter}"  # the base answers a name without a colon
 
     def load_adapter(self, name: str, path: str) -> None:
         body = {"lora_name": name, "lora_path": path}
@@ -300,11 +300,11 @@ class SGLang:
         self._post("/update_weights_from_disk", f"weights from {path}", body)
 
     def drop_caches(self) -> None:
-        """The load of weights does it, and the cache of adapters is keyed by the load, not by the name."""
+        """Nothing to do: loading weights drops the caches, and those of adapters are keyed by load, not by name."""
 
     def digests(self) -> Mapping[str, str] | None:
         answer = self.client.post("/weights_checker", {"action": "checksum"})
-        return None if answer.status == 400 else _digests(self.client, answer)  # 400: it has other actions only
+        return None if answer.status == 400 else _digests(self.client, answer)  # 400: it has no such action
 
     def _post(
         self,
@@ -323,7 +323,7 @@ class SGLang:
 
 
 def _weight_version(client: Client, *paths: str) -> str | None:
-    """The version that the first of `paths` gives; None if the server has none of them."""
+    """The version at the first of `paths` that reports one; None if none does."""
     for path in paths:
         answer = client.get(path)
         if answer.is_absent:
@@ -345,7 +345,7 @@ def _digests(client: Client, answer: Answer) -> dict[str, str] | None:
 
 
 def _digests_in(value: Any, ranks: str = "") -> Iterator[tuple[str, str]]:
-    """The sums below "checksums" at any depth, by name: the ranks of SGLang answer with an object each."""
+    """The digests below "checksums" at any depth, by name: each rank of SGLang answers with its own object."""
     if isinstance(value, list):
         for rank, each in enumerate(value):
             yield from _digests_in(each, f"tp{rank}:")

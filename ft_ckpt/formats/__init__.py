@@ -1,6 +1,6 @@
 """Tensor file formats: how each lays out tensors, is recognised, and is read without running anything in it.
 
-A format answers with its whole layout before a byte is there, and readers describe tensors before they are read.
-Nothing here knows steps, ranks, models or folders of checkpoints. Begin at `registry`, which lists the formats, and at
-`layout`; then read one format, `safetensors`.
+A format that writes returns the complete layout of a file before the first tensor byte is available. Readers describe
+tensors before they read them. Nothing here depends on steps, process groups, models or ft_ckpt's checkpoint folders.
+Begin at `registry`, which lists the formats, and at `layout`; then read one format, `safetensors`.
 """

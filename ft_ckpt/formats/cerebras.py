@@ -1,4 +1,5 @@
-"""Reads and writes Cerebras checkpoints (HDF5): the object tree and its leaves, formats 0.4 and 0.5.
+"""Reads and writes Cerebras checkpoints (HDF5): the object tree and its leaves; 0.5 is written, 0.4 and from
+0.5 on are read.
 
 Nothing in the file is run: the pickled tree of 0.4 and its objects are decoded by `pickles`, and unknown objects stay
 opaque. Links to other files, unfinished files and unknown kinds of leaves are refused.
@@ -38,7 +39,7 @@ class FoundDataset(Protocol):
     attributes: Mapping[str, Any]
 
     def read_value(self) -> Any:
-        """All of it, as a numpy array or scalar."""
+        """The whole dataset, as a numpy array or scalar."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class CerebrasReader:
             if version >= 0.5:
                 if not self.attributes.get("__SUCCESS__", False):
                     raise CorruptError("the checkpoint was never finished (no __SUCCESS__); use an older one")
-                protocol, tree = json.loads(json.loads(self.attributes["__spec__"])[1])  # torch's own form of a tree
+                protocol, tree = json.loads(json.loads(self.attributes["__spec__"])[1])  # torch's form of a tree
                 if protocol != 1:
                     raise CorruptError(f"a tree of protocol {protocol!r}; 1 is known")
                 return self._read_node(tree, (), self._read_leaf)
@@ -96,7 +97,7 @@ class CerebrasReader:
         keys: Any = []
         if kind == "defaultdict":
             detail, keys = context["default_factory_name"], context["dict_context"]
-            if len(children) > 2:  # the format names children by factory and keys: there are two
+            if len(children) > 2:  # the format names the children after the factory and the keys: two names
                 raise CorruptError(f"{'.'.join(path)}: a defaultdict of {len(children)}, which the format loses")
             names = (f"<class '{detail}'>", str(keys))[: len(children)]
         elif kind in ("dict", "odict"):
@@ -306,7 +307,7 @@ class _CollisionError(Exception):
 class _TreeWalk:
     """Describes a tree and collects its leaves. Raises _CollisionError when two leaves get one name."""
 
-    escape: bool = False  # dots in keys, so that no two paths give one name
+    escape: bool = False  # escape dots in keys, so that no two paths give one name
     leaves: dict[str, Node] = field(default_factory=dict)
 
     def describe_node(self, node: Node, prefix: str, name: str) -> dict[str, Any]:
@@ -402,7 +403,7 @@ class _LeafDescriber:
         if value is None:
             return {"__TYPE__": "NoneSerializer", "__NONE__": True}
         if isinstance(value, int) and abs(value) >= 1 << 4096:
-            value = hex(value)  # json's readers have a limit on digits
+            value = hex(value)  # JSON readers limit the number of digits
         if isinstance(value, (bool, int, float)):
             return {"__TYPE__": "ScalarSerializer", "scalar_value": value, "__NONE__": True}
         if isinstance(value, str):

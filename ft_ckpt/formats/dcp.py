@@ -1,7 +1,7 @@
 """Reads and writes checkpoints of torch.distributed.checkpoint: a folder with `.metadata` and `.distcp` files.
 
-Source: the classes of `torch.distributed.checkpoint.metadata`. The metadata, a pickle that is decoded without running
-code, list the stored boxes of every tensor and their locations: each box is a small torch archive inside a file.
+Source: the classes of `torch.distributed.checkpoint.metadata`. `.metadata` is a pickle, decoded without running code.
+It lists the stored boxes of every tensor and their locations; each box is a small torch archive inside a file.
 """
 
 import math
@@ -71,7 +71,7 @@ class DcpFile:
     def _read_slice(self, name: str, start: int, stop: int | None) -> Tensor:
         spec = self.specs[name]
         stop = spec.numel if stop is None else stop
-        for box in self.boxes[name]:  # before memory is allocated by the size in the metadata
+        for box in self.boxes[name]:  # check before allocating memory by the size in the metadata
             self.known[box] = self.known.get(box) or self._open_box(box, spec)
         data = torch.empty(stop - start, dtype=getattr(torch, spec.dtype))
         filled = 0
@@ -268,7 +268,7 @@ def write_dcp(folder: Path, specs: Sequence[Spec], read: Callable[[str, int, int
     check_dcp_types(specs)
     held: list[Tensor] = []
 
-    class Planner(checkpoint.DefaultSavePlanner):  # type: ignore[misc]  # its base is not seen by the type checker
+    class Planner(checkpoint.DefaultSavePlanner):  # type: ignore[misc]  # untyped base class
         def resolve_data(self, item: Any) -> Tensor:
             while held:
                 held.pop().untyped_storage().resize_(0)  # torch.save leaves it in a reference cycle

@@ -1,7 +1,7 @@
 """DeepSpeed checkpoints: assembles the weights from the files of all ranks, without DeepSpeed and without running code.
 
-Source: the files of `save_checkpoint` under ZeRO-1, -2 and -3. Under 1 and 2 each rank has a part of one flat vector
-for each parameter group; under 3 it has a part of every parameter. These are the trained float32 weights. Frozen
+Source: the files of `save_checkpoint` under ZeRO-1, -2 and -3. Under 1 and 2 each rank has a partition of one flat
+vector per parameter group, under 3 a partition of every parameter. These are the trained float32 weights. Frozen
 weights and buffers are in the files of the model states in their own dtype; tied weights are listed there by name only.
 """
 
@@ -28,7 +28,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass
 class _FoundTensors:
-    """The tensors found so far, each with its spans, and further names of them."""
+    """The tensors found so far, each with its spans, and their aliases."""
 
     specs: dict[str, Spec] = field(default_factory=dict)
     spans: dict[str, list[Span]] = field(default_factory=dict)

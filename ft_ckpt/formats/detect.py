@@ -1,4 +1,4 @@
-"""Finds the format of a file by its first bytes or its suffix, and opens its tensors."""
+"""Finds the format of a file by its content or its suffix, and opens its tensors."""
 
 from pathlib import PurePath
 
@@ -24,8 +24,8 @@ def format_by_suffix(path: PurePath | str) -> TensorFormat:
 
 
 def detect_format(file: RawFile) -> TensorFormat:
-    """The format of an open file, by its content. Raises LoadError when it is of none."""
-    for known in reversed(tensor_formats()):  # those that begin as others do come after them
+    """The format of an open file, by its content. Raises LoadError for an unknown format."""
+    for known in reversed(tensor_formats()):  # the more specific of two matching formats is registered later
         if known.recognise is not None and known.recognise(file):
             return known
     head = bytes(file.bytes(0, min(16, file.size_bytes)))
@@ -45,14 +45,14 @@ def open_tensor_file(file: Readable) -> TensorFile:
 
 
 class TreeFile:
-    """A file that holds an object: its tensors and arrays, further names of them, and names of everything else."""
+    """A file that holds an object: its tensors and arrays, their aliases, and the names of other values."""
 
     def __init__(self, file: IndexedFile) -> None:
         index = file.index
         self.file, self.names = file, index.names
         self.ties: dict[str, str] = {}
         self.skipped: list[str] = list(file.skipped)
-        self.plain: dict[int, str] = {}  # leaf: the name it was found under first
+        self.plain: dict[int, str] = {}  # index of a leaf: its first name
         if index.root is None:
             self.specs: dict[str, Spec] = dict(file.specs)
         else:

@@ -52,7 +52,7 @@ def lay_out_dual_tree(
 def _dual_layout(
     specs: Sequence[Spec], content: cerebras.Content, root: Node | None, metadata: Mapping[str, str]
 ) -> Layout:
-    order = sorted(range(len(specs)), key=lambda leaf: -ITEM_BYTES[specs[leaf].dtype])  # no gaps, yet all aligned
+    order = sorted(range(len(specs)), key=lambda leaf: -ITEM_BYTES[specs[leaf].dtype])  # aligned, without gaps
     *starts, end = accumulate((specs[leaf].size_bytes for leaf in order), initial=0)
     by_leaf = dict(zip(order, starts, strict=True))
     rows = hdf5_layout.index_rows(specs, order, starts, "")
@@ -97,5 +97,5 @@ def _safetensors_header(
 
 
 def is_dual(file: RawFile) -> bool:
-    """True when the file starts as safetensors and has an HDF5 superblock behind that."""
+    """True when the file starts as safetensors and has an HDF5 superblock after a user block."""
     return is_safetensors(file) and has_user_block(file)

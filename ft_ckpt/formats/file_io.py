@@ -28,7 +28,7 @@ class Landing(Protocol):
     """Takes the bytes of a run, in order and in pieces of any size."""
 
     def put(self, data: Tensor) -> None:
-        """The next bytes, one dimension of uint8, which may be overwritten after this."""
+        """Take the next bytes (1-D, uint8); `data` may be overwritten as soon as this returns."""
         ...
 
 
@@ -87,7 +87,7 @@ def _with_parts(runs: Iterable[ByteRun], due: Mapping[int, FileProof]) -> Iterat
         if key not in due:
             yield from some
             continue
-        waiting, read = deque(some), 0  # what comes next, and up to where all that was wanted is read
+        waiting, read = deque(some), 0  # runs to yield, and the end of the bytes read so far
         file = waiting[0].file
         for at, stop, _ in due[key].parts:
             while (at := max(at, read)) < stop:
@@ -102,11 +102,11 @@ def _with_parts(runs: Iterable[ByteRun], due: Mapping[int, FileProof]) -> Iterat
 
 
 def _put_kept(run: ByteRun, landing: Landing) -> bool:
-    """Copy a run from memory that a file is kept in; False if it has to be read."""
+    """Copy a run of a `KeptFile` from memory; False if it has to be read."""
     view = run.file.view(run.start, run.size_bytes) if isinstance(run.file, KeptFile) else None
     if view is not None:
         landing.put(torch.frombuffer(view, dtype=torch.uint8))
-        run.file.check()  # what is mapped may have been written to meanwhile
+        run.file.check()  # a mapped file may have been written to meanwhile
     return view is not None
 
 
@@ -118,7 +118,7 @@ class DeviceTensors:
         self._landings: dict[ByteRun, Landing] = {}
 
     def new_tensor(self, name: str) -> Tensor:
-        """The tensor `name` of the file; its values are there after `read_all`."""
+        """The tensor `name` of the file; `read_all` fills it."""
         spec, run = self._file.specs[name], whole_run(self._file, name)
         if run is None:
             return self._file.read(name).view(spec.shape).to(self._device)
@@ -133,7 +133,7 @@ class DeviceTensors:
 
 
 def read_onto(file: TensorFile, device: torch.device) -> dict[str, Tensor]:
-    """All tensors of `file` by name in new memory of `device`, read straight into it."""
+    """All tensors of `file` by name, read directly into new memory of `device`."""
     coming = DeviceTensors(file, device)
     tensors = {name: coming.new_tensor(name) for name in file.specs}
     coming.read_all()
@@ -148,25 +148,25 @@ def whole_run(file: TensorFile, name: str) -> ByteRun | None:
 
 
 def bytes_at(address: int, size_bytes: int) -> Tensor:
-    """Memory seen as a tensor; it does not keep the memory."""
+    """A tensor over existing memory, which it does not keep alive."""
     return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
 
 
 def copy_bytes(to: Tensor, at: int, data: Tensor) -> None:
-    """Copy bytes into the host memory of `to`: not as torch does it, whose threads wait for each other by spinning."""
+    """Copy bytes into the host memory of `to`, by memmove: torch's copy threads wait for each other by spinning."""
     ctypes.memmove(to.data_ptr() + at, data.data_ptr(), data.numel())
     torch.autograd.graph.increment_version(to)
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One weight file to be: where it goes, relative to the checkpoint, and its layout."""
+    """A weight file to write: its path, relative to the checkpoint, and its layout."""
 
     path: str
     layout: Layout
 
     def records(self) -> list[TensorRecord]:
-        """A record of each tensor and its place."""
+        """The record of each tensor, with its offsets."""
         return [
             TensorRecord(spec.name, spec.shape, spec.dtype, self.path, start, start + spec.size_bytes)
             for spec, start in zip(self.layout.specs, self.layout.starts, strict=True)
@@ -194,7 +194,7 @@ def write_file(plan: FilePlan, regions: Iterable[Region], store: Store, writer: 
 
 
 def _fill_tensors(file: DurableFile, layout: Layout, feed: Iterator[Region]) -> int:
-    """Put the tensors and the trailer of a file; returns where they end."""
+    """Write the tensors and the trailer of a file; returns the offset of their end."""
     digests = {spec.name: xxhash.xxh3_128() for spec in layout.specs} if layout.trailer is not None else {}
     end = len(layout.header)
     for spec, start in zip(layout.specs, layout.starts, strict=True):

@@ -1,4 +1,4 @@
-"""Opens HDF5 files: our own by their index; those of other programs by h5py, once the probe's child survived them."""
+"""Opens HDF5 files: our own by their index, others by h5py after a child process has read their metadata unharmed."""
 
 import json
 import math
@@ -274,7 +274,7 @@ def _leaf_reader(leaf: StoredLeaf, dataset: Any) -> Any:
 
 
 def _same_bytes(dtype: str, dataset: ForeignDataset) -> bool:
-    """True if the bytes of the dataset are contiguous and those of torch's `dtype`."""
+    """True if the dataset is contiguous and stores the bytes of torch's `dtype`."""
     if dataset.start is None and dataset.element_count:
         return False
     kind = dataset.torch_type
@@ -326,7 +326,7 @@ def _group_node(source: _ForeignFile, group: Any, path: str, above: tuple[Any, .
 
 
 def _follow_link(source: _ForeignFile, group: Any, path: str, name: str, hops: int = 0) -> tuple[Any, str]:
-    """The object that `name` in `group` (at `path`) leads to, and its path by hard links.
+    """The object that the link `name` in `group` (at `path`) resolves to, and its path by hard links.
 
     Soft links are followed part by part, because any part may be a link to another file.
     """

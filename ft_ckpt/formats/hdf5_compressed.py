@@ -39,7 +39,7 @@ _SHUFFLE, _DEFLATE = 2, 1  # filters of HDF5 itself, which every reader has
 _PLUGINS = {32004: "lz4", 32008: "bshuf", 32015: "zstd", 32026: "blosc2"}
 _LEVEL = 1  # of Zstandard: on weights, higher levels take twice the time and give larger files
 _GZIP_LEVEL = 4
-_ZSTD = 5  # its number in Blosc2
+_ZSTD = 5  # the number of Zstandard in Blosc2
 _BLOCK_BYTES = 1 << 18  # block size of bitshuffle; its default of 8 KB is too little for Zstandard
 _MOST_BLOCK_BYTES = 1 << 26  # block size of bitshuffle that is accepted when reading
 _REVERSE = 0x100  # flag: decompress
@@ -100,7 +100,7 @@ def _plugin_function(number: int) -> Callable[..., int]:
     """The function of a filter; it runs without the GIL. Raises ImportError without hdf5plugin."""
     plugin = importlib.import_module("hdf5plugin")
     name = _PLUGINS[number]
-    if name not in plugin.get_config().registered_filters:  # another plugin of this number was registered first
+    if name not in plugin.get_config().registered_filters:  # another plugin with this number was registered first
         plugin.register(name, force=True)
     library = ctypes.CDLL(plugin.get_config().registered_filters[name])
     library.H5PLget_plugin_info.restype = ctypes.POINTER(_FilterClass)
@@ -213,7 +213,7 @@ def decode_chunk(filters: Filters, data: bytes, mask: int, size_bytes: int, name
 
 
 CHUNK_BYTES = 1 << 20  # limit; the default size of the HDF5 library's chunk cache
-SMALLEST_BYTES = 4096  # of a compressed tensor: a B-tree is larger than what compression saves below
+SMALLEST_BYTES = 4096  # smaller tensors stay uncompressed: a B-tree takes more than compression saves
 _MOST_CHUNK_BYTES = 1 << 26  # limit when reading
 _NODE_CHUNKS = 64  # children of a B-tree node: twice the default K
 

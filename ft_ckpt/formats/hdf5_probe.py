@@ -1,10 +1,10 @@
 """Reads HDF5 files of other programs in a child process with limits; this module's source is its program.
 
-A damaged file can send the HDF5 library, and the filters that it calls, into an endless loop, unlimited memory or a
-crash. The child does first what the reader in our process will do with the metadata, and reports that it survived.
-Then it reads values on request: our process lets the library read nothing that is compressed or not contiguous. The
-system ends the child when a step takes too long or too much memory. Parent and child talk through a socket, because
-filters print messages about damaged data to the standard output.
+A damaged file can make the HDF5 library, and the filters that it calls, loop forever, allocate unlimited memory or
+crash. The child first reads the metadata as the reader in our process will, and reports that it survived. Then it reads
+values on request: our process lets the library read nothing that is compressed or not contiguous. The system ends the
+child when a step takes too long, and refuses it memory beyond a limit. Parent and child communicate through a socket,
+because filters print messages about damaged data to the standard output.
 """
 
 import inspect
@@ -168,7 +168,7 @@ def _touch_object(item: Any, h5py: Any, seen: set[int], begin_object: Callable[[
 def _try_quietly(read: Any) -> Any:
     try:
         return read()
-    except Exception as error:  # noqa: BLE001 - the reader will meet it too
+    except Exception as error:  # noqa: BLE001 - the reader will get it too
         if isinstance(error, MemoryError) or "alloc" in str(error):
             os._exit(_NO_MEMORY)  # the reader, which has no such limit, must not try the same
         return None

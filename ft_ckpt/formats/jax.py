@@ -1,7 +1,7 @@
 """Reads checkpoints of JAX libraries: orbax folders (zarr arrays, OCDBT stores) and flax msgpack files.
 
-The tree is in the metadata; arrays are read by tensorstore, a few rows at a time, and only from files below the folder.
-Names are keys joined by dots, as orbax names its arrays. Nothing is executed.
+The tree of orbax is in its metadata; tensorstore reads its arrays, a few rows at a time, and only from files below the
+folder. Names of arrays are keys, joined with dots as by orbax, with slashes for flax. Nothing is executed.
 """
 
 import json
@@ -152,7 +152,7 @@ def _check_chunks(arrays: Mapping[str, Any], written: Mapping[str, Any], has_all
 
 
 def _chunk_place(key: bytes, grid: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The place in the grid of the chunk stored under `key` ("0.1", "0/1", "c/0/1"); None if it is no chunk."""
+    """The grid index of the chunk stored under `key` ("0.1", "0/1", "c/0/1"); None for other keys."""
     text = key.decode("utf-8", "replace").removeprefix("c").lstrip("./")
     numbers = re.split(r"[./]", text) if text else []
     if not all(number.isdecimal() and (number == "0" or number[0] != "0") for number in numbers):

@@ -1,8 +1,8 @@
 """Reads models of Keras: its HDF5 files (whole models and weights alone, of Keras 2 and 3) and `.keras` archives.
 
-Tensors have the names that their layers have in the model: `encoder/dense/kernel` where the file knows variables by
-name, as whole models do, and `encoder/dense/0` where it numbers them, as `.weights.h5` does. Tensors of optimizers are
-left out by name. Nothing is built or executed: a config is text, which is kept as metadata.
+Tensors are named after the layers of the model: `encoder/dense/kernel` where the file names variables, as whole models
+do, and `encoder/dense/0` where it numbers them, as `.weights.h5` does. Tensors of optimizers are left out by name. No
+model is built and nothing is executed: the config is kept as text in the metadata.
 """
 
 import json
@@ -127,7 +127,7 @@ def _numbered_naming(file: IndexedFile, known: Mapping[str, str]) -> _Naming | N
 
 
 def _variable_name(root: Any, place: str, known: Mapping[str, str]) -> str:
-    """`layers/dense_1/vars/0` as `name of that layer/0`. Groups in `layers` are called by classes, others by names."""
+    """`layers/dense_1/vars/0` as `name of that layer/0`. Groups in `layers` are named after classes."""
     *groups, _, number = place.split("/")
     steps: list[str] = []
     path = ""

@@ -44,7 +44,7 @@ class Layout:
     """A file before it is written: its header, the tensors in file order with their offsets, and its trailer.
 
     Bytes between tensors are zero. The trailer is made from the digests of the tensors (16 bytes of xxh3-128 by name);
-    its size is known before.
+    its size is known in advance.
     """
 
     header: bytes
@@ -92,4 +92,4 @@ class TensorRecord:
     dtype: str  # torch's name without "torch.", e.g. "bfloat16"
     file: str  # path of a FileRecord
     start: int  # first byte in the file, inclusive; `start` and `end` are 0 for a compressed tensor
-    end: int  # last byte in the file, exclusive
+    end: int  # end of its bytes in the file, exclusive

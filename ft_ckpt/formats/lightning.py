@@ -47,7 +47,7 @@ class SkippedValue:
 
 
 def is_lightning(file: RawFile) -> bool:
-    """True when an open file is a torch zip file whose first keys have Lightning's version among them."""
+    """True when an open file is a torch zip file whose first keys include Lightning's version."""
     head = file.bytes(0, min(_HEAD_BYTES, file.size_bytes))
     return head.startswith(ZIP_MAGIC) and _VERSION.encode() in head
 
@@ -140,7 +140,7 @@ def _is_opaque(leaf: Any) -> bool:
 
 
 class _ValueMaker:
-    """Creates values from their descriptions: equal places become one tensor."""
+    """Creates values from their descriptions; equal locations become one tensor."""
 
     def __init__(self, file: RawFile, map_location: Any) -> None:
         self.file, self.device = file, None if map_location is None else torch.device(map_location)

@@ -79,12 +79,12 @@ class Call:
 def interpret_pickle(
     stream: BinaryIO, find: Find, passive: frozenset[str] = frozenset(), persistent: Callable[[Any], Any] | None = None
 ) -> tuple[Any, list[str]]:
-    """The value pickled in `stream`, and the names that `find` does not know; with any of these the value is invalid.
+    """The value pickled in `stream`, and the names that `find` does not know.
 
-    Afterwards the stream is positioned at the end of the pickle. Unknown names of the packages `passive` become
-    `Passive`. `persistent` resolves persistent ids. Raises any error that Python raises for a damaged pickle;
-    CorruptError for opcodes that are not allowed, for a value that contains itself, and for one with more elements than
-    the size of the pickle warrants.
+    Afterwards the stream is positioned at the end of the pickle. Unknown names become `Passive`; those of the packages
+    `passive` are not returned. `persistent` resolves persistent ids. Raises ExcessError for more elements than the size
+    of the pickle allows. Raises CorruptError for opcodes that are not allowed and a value that contains itself, and any
+    error that Python raises for a damaged pickle; with unknown names to return, the value is None or invalid instead.
     """
     reader = _SafeUnpickler(_WholeStream(stream), find, passive, persistent)
     value = None
@@ -160,7 +160,7 @@ class _SafeUnpickler(_Python):  # type: ignore[misc]
         self.weights: dict[int, tuple[int, int, Any]] = {}  # of nested tuples: (elements that hashing visits, levels)
 
     def pay_for(self, values: Iterable[Any]) -> None:
-        """Subtract what copying or hashing `values` costs from the allowance. Raises CorruptError at its end."""
+        """Subtract what copying or hashing `values` costs from the allowance. Raises ExcessError when it is used up."""
         if self.weights:
             self.left -= sum(self.weights[id(one)][0] if id(one) in self.weights else _hash_cost(one) for one in values)
         else:
@@ -169,7 +169,7 @@ class _SafeUnpickler(_Python):  # type: ignore[misc]
             raise ExcessError("the pickle does more than its size warrants")
 
     def _weigh_tuple(self) -> None:
-        """Note the cost of hashing the tuple just made, where it holds other tuples."""
+        """Record the cost of hashing the tuple just made, if it contains other tuples."""
         made = self.stack[-1]
         if any(type(part) is tuple for part in made):
             weight = 1 + sum(self.weights[id(p)][0] if id(p) in self.weights else _hash_cost(p) for p in made)
@@ -182,7 +182,7 @@ class _SafeUnpickler(_Python):  # type: ignore[misc]
                 raise ExcessError("tuples in tuples, of more places than the size of the pickle warrants")
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for a global. Nothing is imported; a name outside the table is noted as foreign."""
+        """The stand-in for a global. Nothing is imported; unknown names outside `passive` are recorded."""
         full = f"{_ALIASES.get(module, module)}.{name}"
         found = self.find(full)
         if found is not None:

@@ -48,7 +48,7 @@ def described_dtype(described: Any) -> np.dtype[Any]:
 
 
 def stored_array(array: Array) -> Array:
-    """`array` in row-major order; dtypes that not every format has as bytes, with one more dimension."""
+    """`array` in row-major order; a dtype that not every format has becomes bytes, with one more dimension."""
     if array.dtype.isbuiltin and array.dtype.kind in "biufc" and array.dtype.name in _NUMBERS:
         numbers: Array = np.ascontiguousarray(array).reshape(array.shape)
         return numbers
@@ -57,7 +57,7 @@ def stored_array(array: Array) -> Array:
 
 
 def restored_array(stored: Array, described: Any, shape: tuple[int, ...]) -> Array:
-    """The argument of `stored_array`. Raises CorruptError when the number of bytes is wrong."""
+    """The inverse of `stored_array`. Raises CorruptError when the number of bytes is wrong."""
     dtype = described_dtype(described)
     if dtype.hasobject or stored.nbytes != math.prod(shape) * dtype.itemsize:
         raise CorruptError(f"{stored.nbytes} bytes for an array of {shape} {dtype}")
@@ -66,7 +66,7 @@ def restored_array(stored: Array, described: Any, shape: tuple[int, ...]) -> Arr
 
 
 def is_describable(dtype: np.dtype[Any]) -> bool:
-    """Whether the type can be restored from its JSON form, including extension and metadata."""
+    """Whether the type can be restored from its JSON form; False with Python objects or metadata."""
     if dtype.hasobject or dtype.metadata:
         return False
     try:
@@ -132,7 +132,7 @@ class Leaf:
 def flatten(
     obj: Any, dtypes: Iterable[str], root: str = "state", classes: Collection[type] = PLAIN
 ) -> tuple[Node, list[Leaf]]:
-    """`obj` as nodes and leaves. `dtypes`: that can be stored; `root`: name of `obj` in errors; `classes`: of tensors
+    """`obj` as nodes and leaves. `dtypes`: the supported ones; `root`: name of `obj` in errors; `classes`: of tensors
     that can be leaves.
 
     Raises SelectionError listing the paths of values that cannot be stored. Shared lists and dicts are restored as
@@ -469,7 +469,7 @@ def _encode_scalar(value: Any) -> Any:
 
 
 def _float_bits(value: float) -> str:
-    return struct.pack(">d", value).hex()  # every NaN is kept as it is
+    return struct.pack(">d", value).hex()  # keeps the bits of every NaN
 
 
 def _parse_float(bits: str) -> float:
@@ -525,7 +525,7 @@ _VALUES: dict[str, Callable[..., Any]] = {
 }
 
 
-_MAX_DEPTH = 32  # of simple values; also ends at a list that contains itself
+_MAX_DEPTH = 32  # of simple values; also stops at a list that contains itself
 _OF_TRANSFORMERS = re.compile(r"transformers\.models\.\w+\.(modeling|configuration)_\w+|transformers\.generation\.\w+")
 _UNWRITTEN = ("_attn_implementation", "_experts_implementation")  # fields of a config that its JSON leaves out
 
@@ -586,7 +586,7 @@ def is_config(kind: type) -> bool:
 
 
 def imported_module(module_name: str) -> Any:
-    """The module, if this process has imported it or it is part of transformers; None otherwise."""
+    """The module if it was imported; model and generation modules of transformers are imported; None otherwise."""
     if module_name not in sys.modules and _OF_TRANSFORMERS.fullmatch(module_name):
         try:
             return importlib.import_module(module_name)

@@ -1,7 +1,8 @@
 """The tensor formats, a record for each: file names, functions, capabilities. Does not import torch.
 
-A new format is one module with its functions and one record below; all other code uses the records. Functions are
-named by module and imported at the first call, so that settings can be checked without torch.
+A new format is one module with its functions and one record below; generic code uses the records. DeepSpeed and orbax
+folders, which are only read, have none. Functions are named by module and imported at the first call, so that settings
+can be checked without torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +78,7 @@ class TensorFormat:
     """For a format whose checkpoints are folders."""
 
     recognise: "Callable[[RawFile], bool] | None" = None
-    """Whether an open file is of this format, by its first bytes."""
+    """Whether an open file is of this format, by its content."""
     open_indexed: "Callable[[RawFile, bool], IndexedFile] | None" = None
     """Reads the index of an open file; the second argument: whether digests are compared as tensors are read."""
     open_tensors: "Callable[[RawFile], TensorFile] | None" = None

@@ -1,4 +1,4 @@
-"""The safetensors format: its header, laid out before the first tensor byte is there, and read. Needs no torch.
+"""The safetensors format: lays out headers before tensor bytes are available, and reads them. Needs no torch.
 
 Source: the format description in the safetensors repository. A file is an 8-byte little-endian header length, a JSON
 header padded with spaces to a multiple of 8, and the tensors without gaps. The order is that of the reference writer
@@ -19,9 +19,9 @@ from ft_ckpt.errors import CorruptError, SelectionError, UnreadableError, listin
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec, checked_sizes
 from ft_ckpt.storage.store import Readable, read_range
 
-# The tensor that the HDF5 half of a dual file is for safetensors. `from_pretrained` drops it in silence: it does so
-# with names with "rotary_emb.inv_freq" where the model has rotary embeddings, and with those that end in
-# ".position_ids" where it has position ids. Elsewhere it is listed as unexpected, and ignored.
+# The name of the HDF5 part of a dual file, which is a tensor for safetensors. `from_pretrained` silently drops names
+# that contain "rotary_emb.inv_freq" if the model has rotary embeddings, and names that end in ".position_ids" if it has
+# position ids. For other models it lists the name as unexpected, and ignores it.
 HELPER = "__hdf5__.rotary_emb.inv_freq.position_ids"
 _MOST_HEADER_BYTES = 100_000_000  # the safetensors format's own bound
 NAMES = {  # torch name: name in the file, narrowest first, in the reference writer's order
@@ -54,9 +54,9 @@ _TORCH_NAMES = {stored: name for name, stored in NAMES.items()}
 def lay_out_safetensors(
     specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[str, str] = MappingProxyType({})
 ) -> Layout:
-    """The layout of a file holding `specs`, its `ties` in the metadata.
+    """The layout of a file that contains `specs`, with `ties` in the metadata.
 
-    Raises SelectionError naming dtypes the format cannot keep, and names that are not a tensor's in it.
+    Raises SelectionError naming unsupported dtypes and reserved names.
     """
     if taken := [spec.name for spec in specs if spec.name in _TAKEN]:
         raise SelectionError(f"{listing(taken, ', ')}: safetensors files keep this name for themselves; rename it")
@@ -71,13 +71,13 @@ def lay_out_safetensors(
     header = bytearray(8) + b"{"
     if metadata or ties:
         header += f'"__metadata__":{notes},'.encode()
-    kinds = {(spec.shape, spec.dtype): spec for spec in ordered}  # a few, of however many tensors
+    kinds = {(spec.shape, spec.dtype): spec for spec in ordered}  # few, even for many tensors
     texts = {
         kind: (f'"dtype":"{NAMES[spec.dtype]}","shape":[{",".join(map(str, spec.shape))}]', spec.size_bytes)
         for kind, spec in kinds.items()
     }
     begin, offsets = 0, []
-    for spec in ordered:  # as text at once: objects for 100,000 tensors take more time and memory than all else here
+    for spec in ordered:  # as text: objects for 100,000 tensors would take more time and memory than the rest
         text, size_bytes = texts[spec.shape, spec.dtype]
         offsets.append(begin)
         begin += size_bytes
@@ -97,7 +97,7 @@ class HeaderEntry(NamedTuple):
     dtype: str  # torch's name, or the file's own where torch has no such type
     shape: tuple[int, ...]
     start: int  # first byte in the file, inclusive
-    end: int  # last byte in the file, exclusive
+    end: int  # end of its bytes in the file, exclusive
 
 
 @dataclass(frozen=True)

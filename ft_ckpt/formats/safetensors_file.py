@@ -68,7 +68,10 @@ def _header_index(header: SafetensorsHeader) -> TensorIndex:
 
 
 def link_second_names(known: TensorFormat, written: Sequence[FileRecord], store: Store) -> list[FileRecord]:
-    """Give files in `store` the second name of their format, if it has one, where the store has such names."""
+    """Link files in `store` under the second name of their format, if it has one; the records of the links.
+
+    Stores without links get none.
+    """
     links = []
     for record in written if known.second_suffix else ():
         second = record.path.removesuffix(known.suffixes[0]) + known.second_suffix

@@ -36,7 +36,7 @@ def split_into_files(
 def shard_index(
     files: Mapping[str, Sequence[str]], totals: Mapping[str, int], ties: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """The text of the index of several files: where each tensor is, and each name in `ties` (to the kept one)."""
+    """The text of the index of several files: the file of each tensor, and of each alias in `ties`."""
     places = {tensor: name for name, tensors in files.items() for tensor in tensors}
     places |= {alias: places[kept] for alias, kept in ties.items()}
     return json.dumps({"metadata": totals, "weight_map": places}, indent=2, sort_keys=True) + "\n"

@@ -1,4 +1,4 @@
-"""Readers of tensor files: raw bytes, an index of tensors, spans, renamed tensors, files in memory."""
+"""Readers of tensor files: raw bytes, zip records, an index of tensors, spans, renamed tensors, files in memory."""
 
 import io
 import json
@@ -30,7 +30,7 @@ from ft_ckpt.storage.proofs import FileProof
 from ft_ckpt.storage.read_ahead import ByteRun, is_cold, read_whole
 from ft_ckpt.storage.store import Readable
 
-MAP_BYTES = 1 << 16  # smaller tensors are copied: that is no slower, and safe whatever happens to the file
+MAP_BYTES = 1 << 16  # smaller tensors are copied: that is no slower, and safe from changes of the file
 MOST_PROMISED, FREE_BYTES = 16, 64 << 20  # limit for values that are not stored: 16 file sizes plus 64 MiB
 
 
@@ -85,7 +85,7 @@ class RawFile:
         self.file.close()
 
     def check(self) -> None:
-        """Raise CorruptError if the file was written to or cut short since it was opened, and can be mapped.
+        """Raise CorruptError if the file is closed, or can be mapped and was changed since it was opened.
 
         Other files are always read in the version that was opened.
         """
@@ -156,7 +156,7 @@ class RawFile:
 
 
 _MAGIC = b"ft_ckpt1"
-_FOOTER = "<8sQQQ16s8x"  # magic, data start, index start, file size, digest of the JSON; then the digest of these
+_FOOTER = "<8sQQQ16s8x"  # magic, data start, index start, file size, digest of the JSON; then the digest of all these
 FOOTER_BYTES = 64
 TREE = "ft_ckpt_tree"  # key of an object's tree in the metadata of safetensors; here it is the `root`
 _MOST = 1 << 62  # above any size or offset
@@ -223,7 +223,7 @@ def index_text(index: TensorIndex) -> bytes:
 
 
 def index_footer(text: bytes, data_start: int, index_start: int, file_bytes: int) -> bytes:
-    """The footer after the JSON, which shows that nothing has moved."""
+    """The footer after the JSON: offsets, file size and digest, by which a reader sees that nothing has moved."""
     known = struct.pack(_FOOTER, _MAGIC, data_start, index_start, file_bytes, xxhash.xxh3_128_digest(text))
     return known + xxhash.xxh3_64_digest(known)
 
@@ -246,7 +246,7 @@ def read_index(raw: RawFile, end: int | None = None) -> TensorIndex | None:
 
 
 def moved_index(data: bytes, source: str) -> TensorIndex:
-    """The index in the bytes of its dataset, wherever that is now; its offsets are invalid.
+    """The index from the bytes of its dataset, which another program has moved; its offsets are invalid.
 
     Raises CorruptError when it is damaged: the file is then damaged as well.
     """
@@ -264,7 +264,7 @@ def _parse_footer(tail: bytes) -> tuple[int, int, int, bytes] | None:
 
 
 def parse_index(text: bytes, digest: bytes, data_start: int, source: str) -> TensorIndex:
-    """The index in `text`, with offsets from the start of the file. Raises CorruptError, naming `source`."""
+    """The index in `text`, whose offsets count from `data_start`. Raises CorruptError, naming `source`."""
     if xxhash.xxh3_128_digest(text) != digest:
         raise CorruptError(f"{source}: its index is damaged (digest differs); use another copy of the file")
     with damaged_input(f"{source}: its index"):
@@ -328,7 +328,8 @@ class IndexedFile:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements [start, stop) of the flat tensor `name`; only their bytes are read or mapped.
 
-        Raises CorruptError when the file has changed, is too short or, with `verify`, has another digest.
+        Raises CorruptError when the file has changed or is too short; with `verify`, when a whole tensor has another
+        digest.
         """
         with damaged_input(f"{self.raw.name}: {name}"):
             return self._read_elements(name, start, stop)
@@ -359,7 +360,7 @@ class IndexedFile:
         return None if name in self.readers else [run]
 
     def maps(self, name: str) -> bool:
-        """True when reading a part of the tensor costs no less than mapping all of it."""
+        """True when the whole tensor costs no more to read than a part: it can be mapped, or is small."""
         return name not in self.readers and (self.raw.mapped or self.specs[name].size_bytes < MAP_BYTES)
 
     def check(self) -> None:
@@ -408,8 +409,8 @@ _STEP_BYTES = 16 << 20
 class ZipRecord:
     """A stored record, bytes [start, end) of an open file, and the CRC-32 of the bytes read so far.
 
-    Bytes are compared while they are read in order. When a reader leaves the order, or a tensor ends before the record,
-    the rest of the record is read here.
+    The checksum is updated while bytes are read in order. When a reader leaves the order, or a tensor ends before the
+    record, the rest of the record is read here.
     """
 
     file: RawFile
@@ -531,7 +532,7 @@ class SpanFile:
         self.metadata = dict(metadata or {})
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU, of a copy or of the file's own pages.
+        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU, a copy or mapped from the file.
 
         Raises CorruptError when a file has changed since it was opened.
         """
@@ -644,6 +645,6 @@ class ListedFile:
 
 
 def due_proof(file: TensorFile) -> FileProof | None:
-    """The comparison that this rank still has to make of the file."""
+    """The digest comparison of the file that this rank still has to make, if any."""
     proof = file.proof if isinstance(file, ListedFile) else None
     return proof if proof is not None and proof.is_due else None

@@ -1,7 +1,8 @@
 """TensorFlow's checkpoints of version 2 ("bundles"): an index and data files under one prefix.
 
 TensorFlow itself writes and reads them, on the CPU and a few tensors at a time: shards are saved one by one, tensors
-larger than a shard as slices, and merged by their indexes alone. `tf.train.load_checkpoint` reads the result.
+larger than a shard as slices if their dtype allows, and merged by their indexes alone. `tf.train.load_checkpoint` reads
+the result.
 """
 
 import json
@@ -34,7 +35,7 @@ from ft_ckpt.storage.scratch import check_files_inside, check_prefix_inside, loc
 from ft_ckpt.storage.store import Store, is_inside, read_text
 
 PREFIX = "model.ckpt"  # of the files in a folder that we write
-_INDEX = ".index"  # ends the name of the file that has a prefix, and of no other
+_INDEX = ".index"  # suffix of a bundle's index; no other file has it
 SHARDS = "shards.json"  # in a folder of several checkpoints that we write: the prefix of each tensor
 STATE = "checkpoint"  # the file by which TensorFlow finds the newest prefix in a folder
 SHARD_BYTES = 96 << 20
@@ -193,8 +194,8 @@ def check_tensorflow_types(specs: Iterable[Spec]) -> None:
 def write_tensorflow(folder: Path, specs: Sequence[Spec], read: Read, shard_bytes: int = SHARD_BYTES) -> None:
     """Write `specs` as a bundle into `folder`; `read(name, start, stop)` gives the flat elements of a tensor.
 
-    Needs about twice `shard_bytes` of memory (twice a row, if that is more). Raises SelectionError as
-    `check_tensorflow_types` does.
+    Needs about twice `shard_bytes` of memory (twice a row, or a tensor of a dtype in `_UNSLICED`, if that is more).
+    Raises SelectionError as `check_tensorflow_types` does.
     """
     check_tensorflow_types(specs)
     _write_bundle(folder, PREFIX, specs, read, shard_bytes)

@@ -2,7 +2,7 @@
 
 Source: the layout of `torch.save` archives. One zip file without compression: `archive/data.pkl` names the tensors
 and the record of each storage, `archive/data/N` are the storages, each at a multiple of 64 bytes, followed by its
-checksum. To write, torch makes such a file without the bytes of the storages, which are then put between its bytes.
+checksum. To write, torch makes such a file without the bytes of the storages, which are then inserted.
 """
 
 import ctypes
@@ -86,13 +86,13 @@ class TensorPlace:
 
     @property
     def repeated_bytes(self) -> int:
-        """Bytes in row-major order beyond those stored."""
+        """Bytes that row-major order needs beyond the stored ones."""
         return max(0, math.prod(self.shape) - self.span.numel) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class UnreadableTensor:
-    """A tensor of a kind that is more than bytes in a file (quantised, sparse, sharded...)."""
+    """A tensor that is not stored as plain dense elements (quantised, sparse, sharded...)."""
 
     kind: str
 
@@ -362,7 +362,10 @@ def open_torch_file(file: RawFile) -> TorchFile:
 
 
 def join_places(file: RawFile, tensors: Mapping[str, TensorPlace], skipped: Sequence[str]) -> TorchFile:
-    """The tensors of an open file by name; further names of a tensor are ties. Raises CorruptError for a short file."""
+    """The tensors of an open file by name; further names of a tensor are ties.
+
+    Raises CorruptError if elements repeat more often than is plausible for the size of the file.
+    """
     specs, kept, ties = {}, {}, {}
     seen: dict[TensorPlace, str] = {}
     for name, one in tensors.items():
@@ -408,7 +411,7 @@ def split_tensors(value: Any, source: str) -> tuple[dict[str, TensorPlace], list
 def is_torch_file(file: RawFile) -> bool:
     """True when the file begins as torch's do: with a zip record or a pickle."""
     head = bytes(file.bytes(0, min(16, file.size_bytes)))
-    return head.startswith(ZIP_MAGIC) or (head[:1] == b"\x80" and head[8:9] != b"{")  # a length can begin so too
+    return head.startswith(ZIP_MAGIC) or (head[:1] == b"\x80" and head[8:9] != b"{")  # as safetensors can begin
 
 
 def check_torch_written(file: RawFile, size_bytes: int) -> None:
@@ -609,8 +612,8 @@ def load_torch_object(raw: RawFile, map_location: Any, mapped: bool, verify: boo
     """
     if verify:
         check_sums(raw)
-    with suppress(LoadError):  # what it refers to is for torch to judge
-        _torch_contents(raw)  # refuses files on which torch's reader would not end, or take memory without limit
+    with suppress(LoadError):  # torch.load decides about unknown globals
+        _torch_contents(raw)  # refuses files on which torch's reader would never end or take unlimited memory
     source: Any = io.BufferedReader(FileStream(raw), _STREAM_BYTES)
     if isinstance(raw.file, LocalFile) and is_utf8(str(raw.file.path)):
         source = raw.file.path  # torch can map a path, if it is UTF-8
@@ -662,7 +665,7 @@ class _Outline:
 
     classes: frozenset[type]
     refused: list[str] = field(default_factory=list)
-    known: dict[int, Any] = field(default_factory=dict)  # containers by identity: shared ones are looked at once
+    known: dict[int, Any] = field(default_factory=dict)  # containers by identity: shared ones are visited once
     above: list[int] = field(default_factory=list)
 
     def bare_value(self, value: Any, place: str) -> Any:
@@ -711,7 +714,7 @@ class _Outline:
 
 
 class _PickledArray:
-    """A numpy array until the whole pickle is read."""
+    """The state of a pickled numpy array, converted after the whole pickle is read."""
 
     def __init__(self, *_made_as: Any) -> None:
         self.state: Any = None
@@ -720,7 +723,7 @@ class _PickledArray:
         self.state = state
 
     def real_array(self) -> np.ndarray[Any, Any]:
-        """The array, of numbers only. Raises CorruptError when its bytes do not fit its shape."""
+        """The array, of numbers or strings. Raises CorruptError when its bytes do not fit its shape."""
         with damaged_input("a pickled array of numpy"):
             _version, shape, dtype, is_fortran, data = self.state
             flat = np.frombuffer(data, dtype.real_dtype())
@@ -744,7 +747,7 @@ def load_torch_values(
 
 
 def find_plain_value(full: str) -> Any:
-    """The value for a name: a plain value (type, device, numpy scalar), or else what `find_torch_name` finds."""
+    """The value for a name: a plain value (type, device, numpy scalar), or else the result of `find_torch_name`."""
     found = PLAIN_VALUES.get(full)
     return find_torch_name(full) if found is None else found
 

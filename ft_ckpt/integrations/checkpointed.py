@@ -1,4 +1,4 @@
-"""`Trainer`'s methods for saving and resuming, by ft_ckpt: the base class that `checkpointed` adds."""
+"""The base class that `checkpointed` adds: overrides `Trainer`'s methods for saving and resuming."""
 
 import re
 from collections import deque
@@ -60,8 +60,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     ft_ckpt: TrainerSettings
     __saver: CheckpointSaver | None = None
     __loader: Any = None
-    __path: str | None = None  # of the checkpoint of ours to resume from
-    __skip = 0  # batches of the first pass that were done, as the Trainer counts
+    __path: str | None = None  # of the ft_ckpt checkpoint to resume from
+    __skip = 0  # finished batches of the first pass, by the Trainer's counters
     __random: rng.State | None = None  # random state of the save, until the first batch is read
     __pass: tuple[Any, Iterator[Any]] | None = None  # the Trainer's iterator over the data, and ours instead of it
     __mid_step = False
@@ -69,10 +69,10 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     __collects = False  # the files that a subclass adds to a checkpoint are being collected
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, from a whole checkpoint."""
+        """Train; a checkpoint to resume from is verified first."""
         wanted = wanted_of(resume_from_checkpoint)
         directory, deep = Path(self.args.output_dir), self.ft_ckpt.config.verify_resume
-        # Verified again when its files are opened, which may have been replaced by then.
+        # Its files are verified again when they are opened, because they may have been replaced by then.
         chosen = chosen_by(self.__current_ranks(), wanted, directory, deep) if wanted else ChosenCheckpoint()
         self.__path = chosen.path if chosen.is_ours else None
         with temporary_store() as room:
@@ -136,7 +136,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         return batches
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
-        if self.__path is None:  # ours are read once the model is wrapped and the optimizer made
+        if self.__path is None:  # checkpoints of ft_ckpt are loaded later, in _prepare_for_training
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_rng_state(self, checkpoint: Any) -> None:
@@ -152,7 +152,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         return None
 
     def __agree_on_best(self) -> None:
-        """Take the place of the best model from rank 0: other ranks may not see it."""
+        """Take the path of the best model from rank 0: other ranks may not see the folder."""
         mine = {"path": self.state.best_model_checkpoint}
         agreed = self.__current_ranks().agree("the place of the best model", mine)
         self.state.best_model_checkpoint = agreed.result["path"]
@@ -184,7 +184,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             prune_older(folder, target, best, limit, self.ft_ckpt.keep)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the weights, to be loaded, without training state."""
+        """Save the weights without training state."""
         if self.__collects:
             super().save_model(output_dir, _internal_call=True)
             return
@@ -206,7 +206,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Save the weights to the output folder and push them; returns a PushReport, without `blocking` its future."""
+        """Save to the output folder and push. Returns a PushReport, or its future unless `blocking`; None elsewhere."""
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, **({} if private is None else {"private": private}))
@@ -265,7 +265,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         given: dict[str, Any] = {
             "metrics": metrics_of(self.state),
             "extra_files": {**self.__added_files(), TRAINER_STATE_NAME: state_text(self)},
-            "background": False,  # the Trainer deletes older checkpoints once this returns
+            "background": False,  # _save_checkpoint then pushes this checkpoint and deletes older ones
         }
         if self.args.save_only_model and not self.ft_ckpt.has_state:
             adapters = has_adapters(wrappers.unwrap(self.model_wrapped))
@@ -283,7 +283,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
 
 class _StepWatch(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Makes a save that was requested within a step at the end of the step."""
+    """Defers a save that was requested within a step to the end of the step, and then stops the training."""
 
     def __init__(self, trainer: Checkpointed) -> None:
         self._trainer = trainer
@@ -300,5 +300,5 @@ _BASE = (Trainer, Checkpointed)
 
 
 def overrides_method(kind: type, method: str) -> bool:
-    """Whether a class between `Trainer` and `kind` has a `method` of its own."""
+    """Whether `kind` or a class between it and `Trainer` defines `method`."""
     return any(method in vars(each) for each in kind.__mro__ if issubclass(each, Trainer) and each not in _BASE)

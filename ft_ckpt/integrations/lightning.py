@@ -1,11 +1,11 @@
 """Checkpoints of Lightning's `Trainer` (packages `lightning` and `pytorch_lightning`), with its loop state.
 
     trainer = Trainer(callbacks=[LightningCheckpoint("runs/sft", every=500, keep=3)])
-    trainer.fit(module, data)  # from the newest checkpoint that is whole, or a fresh start
+    trainer.fit(module, data)  # from the newest complete checkpoint, or a fresh start
 
-A save is made when the next batch is requested. Only then everything of the last one is done (validation, schedulers,
-counters); Lightning has no hook at this point. After a resume the rest of an epoch is the same as in an uninterrupted
-run. Lightning's `ModelCheckpoint` is not needed, and not added beside this callback.
+A save is made when the next batch is requested. Only then is the last step complete, with validation, schedulers and
+counters; Lightning has no hook at this point. After a resume the rest of an epoch is the same as in an uninterrupted
+run. Lightning's `ModelCheckpoint` is not needed, and Lightning adds none beside this callback.
 """
 
 import importlib
@@ -35,8 +35,8 @@ _EPOCH, _BATCH = "epoch_progress", "epoch_loop.batch_progress"
 
 
 class LightningState:
-    """Lightning's own checkpoint without the model's tensors: loops, callbacks, data module, precision, and values
-    added by hooks.
+    """The rest of Lightning's own checkpoint, without model, optimizers and schedulers: loops, callbacks, data module,
+    precision, and values added by hooks.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -44,7 +44,7 @@ class LightningState:
         self.is_over = False  # training has ended
 
     def state_dict(self) -> dict[str, Any]:
-        """The current values. Raises SelectionError for hooks that store other weights than the live ones."""
+        """The current values. Raises SelectionError if a hook has put tensors into state_dict that are not live."""
         made = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         live = self._trainer.lightning_module.state_dict(keep_vars=True)
         stored = made["state_dict"].items()
@@ -76,7 +76,7 @@ class LightningState:
 
 
 class FedLoader:
-    """Proxy of a training data loader that yields the batches of `place`; everything else is the loader's own."""
+    """Proxy of a training data loader that yields the batches of `place`; other attributes are those of the loader."""
 
     def __init__(self, loader: Any, place: DataPosition, before_batch: Callable[[], None]) -> None:
         """`before_batch` is called whenever the trainer requests a batch, before it is read."""
@@ -104,7 +104,7 @@ class FedLoader:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Pass on the state in a checkpoint of Lightning's own, if the run starts from one."""
+        """Give the loader its state from a checkpoint of Lightning's own, if the run starts from such a checkpoint."""
         if state:
             self._loader.load_state_dict(state)
 
@@ -148,15 +148,16 @@ def _checkpoint_classes() -> tuple[type, ...]:
 _Base: Any = type("_Base", _checkpoint_classes(), {})
 
 
-class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are known at import time
+class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are computed at import time
     """Saves a Lightning run to `directory` and resumes it; one per trainer, on a single device or under DDP.
 
-    The folder holds the weights of the `attribute` of the LightningModule; None: the one Hugging Face or PEFT model in
-    it, if there is one; "": the whole module. Everything else is part of the training state. `every` is in steps of
-    Lightning's `global_step`, and its metrics are the trainer's `callback_metrics`. `resume` and `allow` are those of
-    `CheckpointSaver.resume`, `replay` is that of `remaining`; `tokenizer`, `on_saved` and `settings` are the saver's.
+    A checkpoint has the weights of the submodule `attribute` of the LightningModule; "" is the whole module. None is
+    its only Hugging Face or PEFT model, or the whole module if it has none. Everything else is part of the training
+    state. `every` counts Lightning's `global_step`, and metrics are the trainer's `callback_metrics`. `resume` and
+    `allow` are those of `CheckpointSaver.resume`, `replay` is that of `remaining`; `tokenizer`, `on_saved` and
+    `settings` are the saver's.
 
-    Raises ConfigError for invalid settings, and when training starts for a strategy that is not supported.
+    Raises ConfigError for invalid settings, and when training starts with a strategy that is not supported.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         self._state: LightningState | None = None
         self._step = 0  # last step reported to the saver
         self._random: rng.State | None = None  # random state of the save, until the first batch is read
-        self._limit: Any = None  # the trainer's limit_val_batches, until then
+        self._limit: Any = None  # the trainer's limit_val_batches, which is 0 until then
         self._handlers: Mapping[int, Any] = {}  # the saver's signal handlers
 
     @property
@@ -240,7 +241,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         self._saver.close()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Release the trainer, even if it had nothing to do."""
+        """Release the trainer, even if no batch was left to train."""
         if self._saver is not None:
             self._saver.close()
         self._forget(trainer)
@@ -268,7 +269,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         strategy.process_dataloader = process_dataloader
 
     def _before_batch(self, trainer: Any) -> None:
-        """Called between two batches: the last one is completed, the next not started."""
+        """Between two batches: report the last step, or, just after a resume, restore random state and limit."""
         if self._random is None:
             self._note_step(trainer)
             return
@@ -291,7 +292,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
 
 
 def _refuse_strategy(trainer: Any) -> None:
-    """Raise ConfigError for a strategy that shards or hides the model."""
+    """Raise ConfigError for a strategy that shards the model, or wraps it in anything but DDP."""
     model = trainer.strategy.model
     is_whole = model is trainer.lightning_module or isinstance(model, DistributedDataParallel)
     if not is_whole or any(map(is_distributed, model.parameters())):
@@ -302,7 +303,7 @@ def _refuse_strategy(trainer: Any) -> None:
 
 
 def _refuse_unsized(loader: Any, limit: Any) -> None:
-    """Raise ConfigError for a loader without length: Lightning reads a batch ahead to find the end of the epoch."""
+    """Raise ConfigError for a loader without length or limit: Lightning then reads a batch ahead to find its end."""
     try:
         len(loader)
     except (TypeError, NotImplementedError):
@@ -315,7 +316,7 @@ def _refuse_unsized(loader: Any, limit: Any) -> None:
 
 
 def _saved_attribute(module: Any) -> str:
-    """The path of the one Hugging Face or PEFT model in a LightningModule; "" when there is none."""
+    """The path of the only Hugging Face or PEFT model in a LightningModule; "" if there is none."""
     found: list[str] = []
     for path, inner in module.named_modules():
         if (is_pretrained(inner) or has_adapters(inner)) and not any(path.startswith(f"{one}.") for one in found):

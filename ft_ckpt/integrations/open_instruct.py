@@ -1,6 +1,6 @@
-"""The saving functions of open-instruct's scripts, same names and arguments; change one import to use them.
+"""The saving functions of open-instruct's scripts, with the same names and arguments; change one import to use them.
 
-A folder counts as complete when it holds open-instruct's own marker or our manifest.
+A folder counts as complete if it has open-instruct's own marker or a manifest of ft_ckpt.
 """
 
 import re
@@ -31,9 +31,9 @@ def save_with_accelerate(
     """Save weights, config, generation config and tokenizer to `output_dir`; call it on every rank.
 
     `use_lora` saves the adapter only. `model_attribute_to_save` names the submodel to save, such as PPO's "policy".
-    With "olmo" in `chat_template_name` the two EOS ids of that template go to the generation config; otherwise they
-    are the tokenizer's. Unlike open-instruct's function, it does not change the live model, and the ids go to the
-    submodel that is saved, not to the wrapper around it. Raises the errors of `CheckpointSaver.save`.
+    With "olmo" in `chat_template_name` the two EOS ids of that template are written to the generation config; otherwise
+    those of the tokenizer. Unlike open-instruct's function, it does not change the live model, and the ids are written
+    for the submodel that is saved, not for the wrapper around it. Raises the errors of `CheckpointSaver.save`.
     """
     with ft_ckpt.CheckpointSaver(accelerator) as saver:
         saver.save(
@@ -41,15 +41,15 @@ def save_with_accelerate(
             output_dir,
             adapter_only=use_lora,
             attribute=model_attribute_to_save,
-            chat_template_name=chat_template_name or "tulu",  # theirs takes the tokenizer's tokens without a name too
+            chat_template_name=chat_template_name or "tulu",  # None is treated as in open-instruct
             tokenizer=tokenizer,
         )
 
 
 def get_last_checkpoint(folder: str, incomplete: bool = False) -> str | None:
-    """Path of the `step_N` below `folder` with the largest N, or `epoch_N` where there are no steps; None without any.
+    """Path of the `step_N` below `folder` with the largest N, or of `epoch_N` if there are no steps; None without both.
 
-    `incomplete` also takes folders that were not finished. Raises FileNotFoundError when there is no `folder`.
+    `incomplete` includes incomplete folders. Raises FileNotFoundError when there is no `folder`.
     """
     names = [each.name for each in _entries(folder)]
     steps = [name for name in names if name.startswith("step_")]
@@ -67,7 +67,7 @@ def get_last_checkpoint(folder: str, incomplete: bool = False) -> str | None:
 def clean_last_n_checkpoints(output_dir: str, keep_last_n_checkpoints: int) -> None:
     """Delete all `step_N` and `epoch_N` folders below `output_dir` but the `keep_last_n_checkpoints` with largest N.
 
-    A negative number keeps all. Folders without a number are left alone. Raises FileNotFoundError as above.
+    A negative number keeps all. Folders without a number stay. Raises FileNotFoundError as above.
     """
     folders = [each for each in _entries(output_dir) if isinstance(each, Folder)]
     folders = [each for each in folders if each.name.startswith(("step_", "epoch_"))]
@@ -99,7 +99,7 @@ def _folder_order(name: str) -> int:
 
 
 def _delete_unmarked(path: Path) -> None:
-    """Delete both marks of completeness first: an interrupted deletion then leaves no folder that looks complete."""
+    """Delete a folder, marker and manifest first: after an interrupted deletion the folder does not look complete."""
     store = LocalStore(path)
     try:
         store.delete([_MARKER])

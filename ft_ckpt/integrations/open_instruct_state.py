@@ -1,8 +1,8 @@
-"""The checkpoint-state folder of open-instruct's GRPO trainer: a DeepSpeed engine goes on from it, or writes one.
+"""The checkpoint-state folder of open-instruct's GRPO trainer: restores a DeepSpeed engine from it, or writes it.
 
-The folder is what DeepSpeed's `save_checkpoint` writes, with a client state: the step, the episode, the positions of
-the loaders, and the random numbers of the rank that wrote the file. DeepSpeed restores its engine from values that are
-read here, because its own reader executes pickles.
+DeepSpeed's `save_checkpoint` writes the folder, with a client state: the step, the episode, the positions of the
+loaders, and the RNG states of the rank that wrote the file. DeepSpeed restores its engine from values that are read
+here, because its own reader executes pickles.
 
 Format: `open_instruct/grpo_fast.py` of August 2026, on DeepSpeed 0.18.3 to 0.19.
 """
@@ -31,7 +31,7 @@ from ft_ckpt.training import rng
 from ft_ckpt.training.restore import Restored, RestoreReport, agree_on_outcomes
 
 _EXPECTED = ("training_step", "episode", "num_total_tokens", "dataloader_state", "data_prep_actor_state")
-_OTHER_KEYS = frozenset((  # of the engine itself, and of one rank; the rest of a file is the client state
+_OTHER_KEYS = frozenset((  # of the engine, and of one rank; all other keys of a file are the client state
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
     "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "sparse_tensor_module_names",
@@ -56,11 +56,11 @@ class ClientState(dict[str, Any]):
 
 
 def load_checkpoint_state(engine: Any, checkpoint_state_dir: str | Path, client: ClientState) -> RestoreReport:
-    """Restore a DeepSpeed engine from a checkpoint-state folder, and `client` with its client state; on every rank.
+    """Restore a DeepSpeed engine and `client` from a checkpoint-state folder; call it on every rank.
 
-    Restores weights, optimizer, scheduler, counters, and the random numbers of the ranks that stored them: under ZeRO-3
-    each rank, else rank 0. The report lists the outcome of each item; what the folder lacks is a warning too. Every
-    file is read and compared with its checksums before the engine changes. Nothing in the folder is executed.
+    Restores weights, optimizer, scheduler, counters, and the RNG states of the ranks that stored them: under ZeRO-3
+    each rank, else rank 0. The report lists the outcome of each item; items that the folder lacks also cause a warning.
+    Every file is read and compared with its checksums before the engine changes. Nothing in the folder is executed.
 
     Raises NotACheckpointError without DeepSpeed's files; LoadError for anything but tensors, plain data and DeepSpeed's
     own records, for a folder of another number of ranks, stage or precision, and for parameters with other names or
@@ -85,10 +85,10 @@ def load_checkpoint_state(engine: Any, checkpoint_state_dir: str | Path, client:
 
 
 def save_checkpoint_state(engine: Any, checkpoint_state_dir: str | Path, client: Mapping[str, Any]) -> None:
-    """Write a checkpoint-state folder that open-instruct's GRPO trainer goes on from; on every rank.
+    """Write a checkpoint-state folder that open-instruct's GRPO trainer resumes from; call it on every rank.
 
-    `client`: its client state, to which the random numbers of each rank are added. DeepSpeed writes the files, under
-    ZeRO-1 and -2 the client state of rank 0 alone, and does not commit them at once: `latest` is written last.
+    The RNG states of each rank are added to the client state `client`. DeepSpeed writes the files; under ZeRO-1 and -2
+    it stores the client state of rank 0 only. The write is not atomic: `latest` is written last.
     """
     states: dict[str, Any] = {
         "torch_cpu_rng_state": torch.get_rng_state(),
@@ -106,7 +106,7 @@ def save_checkpoint_state(engine: Any, checkpoint_state_dir: str | Path, client:
 
 
 def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
-    """The tag of the checkpoint in `folder`, if the engine can take it; each file is compared by one rank."""
+    """The tag of the checkpoint in `folder`. Raises LoadError if it does not fit; each file is compared by one rank."""
     place = deepspeed_folder(Place(LocalStore(folder)))
     stored_files = place.folder.list_folder().objects if place is not None else ()
     names = sorted(stored.name for stored in stored_files if stored.name.endswith(".pt"))
@@ -152,7 +152,7 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
 
 
 def _restore_engine(engine: Any, folder: Path, tag: str) -> dict[str, Any]:
-    """Let DeepSpeed restore the engine; returns all of the file that has the client state."""
+    """Let DeepSpeed restore the engine; returns the model-states file, with the client state, without its weights."""
     read: dict[str, Any] = {}
 
     def load(path: str, map_location: Any = None) -> Any:
@@ -167,7 +167,7 @@ def _restore_engine(engine: Any, folder: Path, tag: str) -> dict[str, Any]:
 
 
 def _read_states(path: Path, scaler: Any, *, checked: bool = False, places: bool = False) -> Any:
-    """The states in a file of DeepSpeed; `checked` compares its checksums, `places` leaves out the tensors' bytes.
+    """The states in a file of DeepSpeed; `checked` compares its checksums. With it or `places`, tensors stay unloaded.
 
     A loss scaler in the file becomes a copy of `scaler` with the file's numbers.
     """
@@ -182,7 +182,7 @@ def _read_states(path: Path, scaler: Any, *, checked: bool = False, places: bool
 
     objects: dict[str, Callable[[Passive], Any]] = {
         "deepspeed.runtime.zero.config.ZeroStageEnum": lambda stored: int(stored.args[0]),
-        "deepspeed.utils.tensor_fragment.fragment_address": lambda _: None,  # for universal checkpoints alone
+        "deepspeed.utils.tensor_fragment.fragment_address": lambda _: None,  # only universal checkpoints need it
         f"{_SCALERS}.LossScaler": stored_scaler,
         f"{_SCALERS}.DynamicLossScaler": stored_scaler,
     }
@@ -211,7 +211,7 @@ def _restore_generators(stored: Mapping[str, Any], rank: int) -> Restored:
 
 @contextmanager
 def _with_attributes(engine: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of the engine meanwhile. Its `mpu` is for sequence parallelism; open-instruct takes it off too."""
+    """Set attributes of the engine in the block. `mpu` is for sequence parallelism; open-instruct unsets it as well."""
     before = {name: getattr(engine, name) for name in values}
     vars(engine).update(values)
     try:

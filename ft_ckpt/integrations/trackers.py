@@ -2,7 +2,7 @@
 
     CheckpointSaver(accelerator, "runs/sft", on_saved=[log_to_accelerate(accelerator), log_to_wandb(run)])
 
-Each is called on rank 0 once a save is committed. The trackers are imported when they are used first.
+Each is called on rank 0 after a save is committed. The trackers are imported on first use.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ __all__ = ["checkpoint_values", "log_to_accelerate", "log_to_mlflow", "log_to_tr
 def checkpoint_values(report: SaveReport, prefix: str = "checkpoint/") -> dict[str, float]:
     """The values of a save for a tracker: "seconds", "bytes", "tensors", and "is_best" of its run so far.
 
-    The last is 0 or 1, and absent if the run does not rank its checkpoints by a metric.
+    "is_best" is 0 or 1, and absent if the run does not rank its checkpoints by a metric.
     """
     found: dict[str, float] = {"seconds": report.seconds, "bytes": report.bytes, "tensors": report.tensors}
     if (is_best := _is_best(report)) is not None:
@@ -57,9 +57,9 @@ def log_to_wandb(
 ) -> Callable[[SaveReport], None]:
     """Log each save as a version of a W&B artifact of the type "model".
 
-    `run` defaults to the one that `wandb.init` has started, `name` of the artifact to "checkpoint-" and the run's id.
+    `run` defaults to the run that `wandb.init` has started, the artifact's `name` to "checkpoint-" and the run's id.
     `state` includes the training state. Without `upload` the artifact only refers to the folder. Aliases are "latest",
-    "step-500" and, if the run ranks its checkpoints, "best". Files are compared with their digests first.
+    "step-500" and, for the best checkpoint of the run, "best". Uploaded files are compared with their digests first.
     """
 
     def log_artifact(report: SaveReport) -> None:
@@ -117,7 +117,7 @@ def log_to_mlflow(
 
 
 def _is_best(report: SaveReport) -> bool | None:
-    """Whether no checkpoint of the run is better, by the first metric that it ranks them by; None without one."""
+    """Whether the checkpoint is the best of its run by the first metric of its rankings; None without rankings."""
     ranking = next(iter(load_manifest(report.place.folder).rankings.items()), None)
     return None if ranking is None else best(Place(report.place.beside), ranking) == report.path
 

@@ -26,7 +26,7 @@ from ft_ckpt.saving.follow_up import SaveHook, hooks_of
 
 __all__ = ["FtCkptCallback", "checkpointed"]
 
-_REPLACED = ("_save_checkpoint", "save_model")  # ft_ckpt saves only if a subclass's own call these by super()
+_REPLACED = ("_save_checkpoint", "save_model")  # overrides of these in subclasses must call super()
 
 
 def checkpointed(
@@ -44,9 +44,9 @@ def checkpointed(
     `keep` selects the checkpoints that stay (the Trainer's best one always does); a number means the newest n; None:
     the Trainer's `save_total_limit`, for this run's checkpoints. `allow` names items that a resume may lack. With
     `state=True` checkpoints have training state although `save_only_model=True` is set, which the Trainer requires for
-    models that `from_pretrained(distributed_config=...)` has sharded. `on_resumed` is called on every
-    rank with the saver before the first step, when the run is restored or begins afresh: to invite writers, say.
-    `on_saved` and `settings` are those of `CheckpointSaver`.
+    models that `from_pretrained(distributed_config=...)` has sharded. `on_resumed` is called on every rank with the
+    saver before the first step, after a resume or at a fresh start, for example to invite writers. `on_saved` and
+    `settings` are those of `CheckpointSaver`.
 
     Raises ConfigError for invalid settings.
     """
@@ -66,7 +66,7 @@ def _with_our_saving(kind: type[Any], settings: TrainerSettings) -> type[Any]:
 
 
 class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Lets one trainer save and resume through ft_ckpt; pass it on every rank.
+    """Makes one trainer save and resume through ft_ckpt; pass it on every rank.
 
     The same as `checkpointed`, with the same arguments, for a trainer that another program constructs. Raises
     ConfigError for invalid settings.

@@ -1,4 +1,4 @@
-"""The output folder of a Trainer: chooses, loads, prunes and pushes checkpoints, ours and its own."""
+"""The output folder of a Trainer: chooses, loads, prunes and pushes checkpoints, those of ft_ckpt and its own."""
 
 import math
 import re
@@ -45,8 +45,8 @@ class ChosenCheckpoint:
     """The checkpoint that a Trainer resumes from, the same on every rank."""
 
     path: str | None = None  # None: a fresh start
-    is_ours: bool = False  # whether it has a training state of ours
-    state: str | None = None  # text of the Trainer's own state file in a checkpoint of ours
+    is_ours: bool = False  # whether it has a training state of ft_ckpt
+    state: str | None = None  # text of the Trainer's own state file in a checkpoint of ft_ckpt
 
     def path_for_trainer(self, folder: str) -> str | None:
         """The folder with the Trainer's own state file: the checkpoint, or `folder` if this rank does not see it."""
@@ -65,9 +65,9 @@ def wanted_of(resume_from_checkpoint: Any) -> Any:
 
 
 def chosen_by(ranks: Ranks, wanted: str, folder: Path, deep: bool) -> ChosenCheckpoint:
-    """The checkpoint that rank 0 finds for `wanted`: a path; "auto", the newest whole one, if any; "must", or an error.
+    """The checkpoint that rank 0 finds for `wanted`: a path, or for "auto" and "must" the newest whole checkpoint.
 
-    Collective. Raises NotACheckpointError or CorruptError.
+    Collective. Raises CorruptError, and NotACheckpointError if there is none for "must".
     """
 
     def find_on_leader() -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _wanted_checkpoint(wanted: str, folder: Path, deep: bool) -> Path | None:
     """The checkpoint at the path `wanted`, or for a mode the newest whole one in `folder`; None for a fresh start."""
     if wanted not in ("auto", "must"):
         path = Path(wanted)
-        # A checkpoint without our manifest is the Trainer's to check.
+        # The Trainer checks a checkpoint without a manifest of ft_ckpt itself.
         if _has_file(path, MANIFEST_NAME) and (problems := _problems_of(path, deep)):
             advice = "resume_from_checkpoint=True takes the newest whole one"
             raise CorruptError(f"{path}: {listing(list(problems))}; {advice}")
@@ -100,9 +100,9 @@ def _wanted_checkpoint(wanted: str, folder: Path, deep: bool) -> Path | None:
 
 
 def _newest_whole(folder: Path, deep: bool) -> Path | None:
-    """The whole checkpoint in `folder` with the highest step, ours or the Trainer's; None without one.
+    """The whole checkpoint in `folder` with the highest step, of ft_ckpt or the Trainer; None without one.
 
-    Raises CorruptError if there are checkpoints of ours, but none is whole.
+    Raises CorruptError if there are checkpoints of ft_ckpt, but none is whole.
     """
     committed: list[str] = []
     below = LocalStore(folder).list_folder().folders
@@ -206,7 +206,7 @@ def state_text(trainer: Trainer) -> str:
 
 
 def metrics_of(state: Any) -> dict[str, float]:
-    """The finite numbers that were logged at this step."""
+    """The finite numbers that the Trainer has logged at the current step."""
     rows = [row for row in state.log_history if row.get("step") == state.global_step]
     found = {name: value for row in rows for name, value in row.items() if name not in ("step", "epoch")}
     return {name: float(v) for name, v in found.items() if isinstance(v, (int, float)) and math.isfinite(v)}
@@ -222,7 +222,7 @@ _FOLDER_OF_LAST = "last-checkpoint"  # as the Trainer names it
 
 
 def push_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
-    """Start to push a checkpoint as `hub_strategy` says; while the last push runs, only if `hub_always_push`."""
+    """Start to push a checkpoint by `hub_strategy`; while the last push is running, only if `hub_always_push`."""
     args, strategy = trainer.args, trainer.args.hub_strategy
     if not trainer.is_world_process_zero() or strategy == HubStrategy.END:
         return
@@ -250,7 +250,7 @@ def push_saved(
 ) -> "PushReport | Future[PushReport]":
     """Push the files that `save_model` wrote to the output folder, with the Trainer's card for `card_options`.
 
-    Waits for the push under way. Raises the errors of `push`, or its future does.
+    Waits for the running push first. Raises the errors of `push`; without `blocking` its future does.
     """
     folder = Path(trainer.args.output_dir)
     card = _trainer_card(trainer, folder, card_options)
@@ -263,7 +263,7 @@ def push_saved(
 
 
 def _trainer_card(trainer: Trainer, saved: Path, options: Mapping[str, Any]) -> str | None:
-    """The text of the card, made in a scratch folder, because the saved card is part of a checkpoint."""
+    """The text of the Trainer's card. It is made in a scratch folder: the saved card is part of a checkpoint."""
     tags = options.get("tags") or ()
     tags = [*([tags] if isinstance(tags, str) else tags), *(getattr(trainer.model, "model_tags", None) or ())]
     name = options.get("model_name") or (trainer.args.hub_model_id or saved.absolute().name).split("/")[-1]

@@ -1,8 +1,7 @@
 """The tensors of an adapter: those that PEFT loads, other trained parameters, added embedding rows.
 
 PEFT selects the names, method by method. It gets placeholders instead of tensors, under their names in the module tree
-(wrapper steps included), so nothing is gathered for it. Tensors that were trained or resized and that it leaves out are
-added.
+(wrapper steps included), so nothing is gathered for it. Trained or resized tensors that PEFT leaves out are added.
 """
 
 import copy
@@ -24,7 +23,7 @@ from ft_ckpt.storage.place import open_place
 
 
 def resized_embeddings(view: View, model: Any) -> set[str]:
-    """Names of embedding weights with another number of rows than the base has; `model` is the one below PEFT's."""
+    """Names of embedding weights with another number of rows than the loaded base had; `model`: the base model."""
     module: Any = view.module
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "config"):
         return set()
@@ -37,7 +36,7 @@ def resized_embeddings(view: View, model: Any) -> set[str]:
 
 
 def embedding_of(model: Any, getter: str = "get_input_embeddings") -> Any:
-    """The embedding layer of the base, also inside a PEFT layer; None if there is not exactly one."""
+    """The embedding layer of the base, also inside a PEFT layer; None if `getter` finds none."""
     try:
         layer = getattr(model, getter)()
     except (AttributeError, NotImplementedError):
@@ -48,7 +47,7 @@ def embedding_of(model: Any, getter: str = "get_input_embeddings") -> Any:
 
 
 def _rows_of_base(module: Any, model: Any) -> int | None:
-    """Vocabulary size of the base as it was loaded: from its config on this disk, else from the layers of the model.
+    """Vocabulary size of the base before a resize: from its config on this machine, else from the inner modules.
 
     `resize_token_embeddings` changes the config and the outermost module only; the decoder inside keeps the old size.
     """
@@ -90,9 +89,10 @@ def is_peft_model(module: nn.Module) -> bool:
 
 
 def adapter_parts(view: View, name: str, path: str, dtype: str, in_folders: bool = False) -> list[Part]:
-    """One part per adapter; "default" in the folder `path` itself, as PEFT does, unless `in_folders`.
+    """One part per adapter, in `path`/NAME or (`in_folders`) `path`/adapters/NAME.
 
-    Raises NotAnAdapterError when the module has none, IncompleteError when an adapter has no tensors.
+    "default" is in `path` itself, as in PEFT, unless `in_folders`. Raises NotAnAdapterError when the module has none,
+    SelectionError when an adapter has non-tensor state, IncompleteError when it has no tensors.
     """
     if not has_adapters(view.module):
         raise NotAnAdapterError(
@@ -127,9 +127,9 @@ def adapter_parts(view: View, name: str, path: str, dtype: str, in_folders: bool
 
 
 def active_adapters(module: Any) -> list[str]:
-    """Names of the adapters in use, for a PeftModel and for injected adapters alike."""
+    """Names of the active adapters, of a PeftModel or injected."""
     active = getattr(module, "active_adapters", None)
-    if callable(active):  # a method of transformers, which raises if PEFT injected the adapters
+    if callable(active):  # transformers' method, which raises if PEFT injected the adapters
         active = active() if getattr(module, "_hf_peft_config_loaded", True) else None
     if not active:  # injected by PEFT: only the layers have the names
         layers = (getattr(inner, "active_adapters", None) for inner in module.modules() if hasattr(inner, "base_layer"))
@@ -138,7 +138,7 @@ def active_adapters(module: Any) -> list[str]:
 
 
 def base_view(view: View) -> View:
-    """The model below the adapters, with the names it had before they were added."""
+    """The base model, with its names from before the adapters were added."""
     return View(_model_below(view.module), dict(base_sources(view)), dict(_of_base(view, view.extra)))
 
 
@@ -176,7 +176,7 @@ def _root_steps(module: Any) -> list[str]:
 
 
 def _wrapped_layers(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The paths of PEFT layers, each with the names of the children that lead to tensors of the base."""
+    """The paths of PEFT layers, each with the names of the children that contain base tensors."""
     from peft.tuners.adaption_prompt.layer import AdaptedAttention, AdaptedAttentionGPT
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -190,7 +190,7 @@ def _wrapped_layers(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _base_steps(steps: list[str], wrapped: Mapping[str, tuple[str, ...]]) -> list[str] | None:
-    """The path without PEFT layers, or None when it belongs to an adapter."""
+    """The path without the steps of PEFT layers; None if it belongs to an adapter."""
     kept, path = [], ""
     for step in steps:
         if path in wrapped:
@@ -249,7 +249,7 @@ def _sources_for(view: View, adapter: str) -> list[Source]:
 
 
 def _adapter_of(steps: list[str], wrapped: Mapping[str, tuple[str, ...]], root: list[str]) -> str | None:
-    """The adapter's name in a path: after the child of a PEFT layer, or last outside of the base."""
+    """The adapter's name in a path: after the child of a PEFT layer, or the last step outside the base; else None."""
     path = ""
     for index, step in enumerate(steps):
         if step not in wrapped.get(path, (step,)):
@@ -259,7 +259,7 @@ def _adapter_of(steps: list[str], wrapped: Mapping[str, tuple[str, ...]], root: 
 
 
 def _name_cleaner(view: View) -> Callable[[str], str]:
-    """A function that removes the steps of wrappers from a name that PEFT made from a raw one."""
+    """A function that removes wrapper steps from a name that PEFT derived from a raw name."""
     steps = wrapper_steps((name, source.raw_name) for name, source in view.sources.items())
     return lambda name: ".".join(step for step in name.split(".") if step not in steps)
 
@@ -345,7 +345,7 @@ def _prompt_entries(view: View, adapter: str) -> list[Entry]:
 
 
 def _rebuild_module(module: nn.Module, full: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of `module` with ordinary parameters holding `full`, whatever shards the live one has."""
+    """A copy of `module` with the tensors `full` as plain parameters; the live module may be sharded."""
     own = {id(parameter): parameter for parameter in module.parameters()}
     twin = copy.deepcopy(module, memo={key: nn.Parameter(torch.empty(0), requires_grad=False) for key in own})
     for name, tensor in full.items():
@@ -360,7 +360,7 @@ def _rebuild_module(module: nn.Module, full: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _entries_left_out(view: View, chosen: Mapping[str, list[Entry]]) -> tuple[list[Entry], tuple[str, ...]]:
-    """Base tensors that the adapter needs: trained ones, and resized embeddings."""
+    """Base tensors to store with the adapter (trained ones, resized embeddings), and notes on them."""
     taken = {source.key for entries in chosen.values() for entry in entries for source in entry.sources}
     resized = resized_embeddings(view, _model_below(view.module))
     prefix = "" if is_peft_model(view.module) else PREFIX
@@ -385,7 +385,7 @@ def missing_trainable(view: View, parts: Iterable[Part]) -> list[str]:
 
 
 def check_complete(view: View, parts: list[Part]) -> None:
-    """Raise IncompleteError naming every trained tensor of the model that no adapter part stores."""
+    """Raise IncompleteError naming every trainable tensor of the model that no adapter part stores."""
     missing = missing_trainable(view, parts)
     if missing:
         raise IncompleteError(

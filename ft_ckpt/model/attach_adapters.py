@@ -1,4 +1,4 @@
-"""Attaches stored adapters to their base: checks the base, fills all tensors, activates the active adapter."""
+"""Attaches stored adapters to their base: checks the base, fills all tensors, activates the active adapters."""
 
 import json
 import re
@@ -36,10 +36,10 @@ _CONFIG = "adapter_config.json"
 
 
 def base_of(record: PartRecord, given: Any, trust_remote_code: bool, *, verify: bool) -> nn.Module:
-    """The base model for an adapter: `given` as module, folder or id, else the recorded one.
+    """The base model for an adapter: `given` as module, folder or id, else the recorded base.
 
-    Code beside the base runs only with `trust_remote_code`, without a prompt. A base in a checkpoint of ours is
-    compared with its manifest, all its digests with `verify`.
+    Custom code of the base runs only with `trust_remote_code`; there is no prompt. A base in a checkpoint of ours is
+    compared with its manifest, including all digests with `verify`.
 
     Raises LoadError when no base is known or it cannot be loaded; CorruptError when its files are damaged.
     """
@@ -77,11 +77,11 @@ def attach_adapters(
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Attach the adapters in `records` to `model`, which may be a base or already carry adapters of these names.
 
-    `beside`: the base is in the same checkpoint and contains the changes that initialising its adapters made. Otherwise
-    a base that the initialisation changes is compared with the recorded one afterwards.
+    `beside`: the base is in the same checkpoint and contains the changes by its adapters' initialisation. Otherwise
+    a base that the initialisation changes is compared with the recorded base after that change.
 
-    Returns the model and notes for the report. Raises BaseMismatchError when sampled weights show another base,
-    LoadError naming the tensors and settings that do not fit, or the adapters whose base cannot be recreated.
+    Returns the model and notes for the report. Raises BaseMismatchError when sampled weights differ from the recorded
+    base, LoadError naming the tensors and settings that do not fit, or the adapters whose base cannot be recreated.
     """
     configs = {str(record.adapter): _adapter_config(held, record, beside) for record in records}
     if not beside:
@@ -126,7 +126,7 @@ def _refuse_changed_base(held: OpenCheckpoint, records: Sequence[PartRecord], co
 
 
 def _adapter_config(held: OpenCheckpoint, record: PartRecord, beside: bool) -> Any:
-    """An adapter's config; for a base that was saved `beside` it, one that does not change the base again."""
+    """An adapter's config; for a base saved `beside` it, its initialisation does not change the base again."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     with _explain_peft(held, [record]), companions_here(held, record, lambda name: name == _CONFIG) as folder:
@@ -140,7 +140,7 @@ def _adapter_config(held: OpenCheckpoint, record: PartRecord, beside: bool) -> A
 
 
 def _make_adapter(model: Any, name: str, config: Any) -> Any:
-    """The PeftModel with an adapter of that name, whose tensors are filled later."""
+    """The PeftModel with an adapter called `name`; its tensors are filled later."""
     from peft import PeftModel
     from peft.auto import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
 
@@ -174,7 +174,7 @@ def _compare_torch_sums(store: Store, names: Iterable[str]) -> None:
 
 @contextmanager
 def _explain_peft(held: OpenCheckpoint, records: Sequence[PartRecord]) -> Iterator[None]:
-    """Raise LoadError for errors of PEFT, which are caused by the config and the tensors of an adapter."""
+    """Raise LoadError for errors of PEFT, naming invalid settings, or else the adapter configs."""
     try:
         yield
     except (CheckpointError, MemoryError, torch.OutOfMemoryError):
@@ -189,7 +189,7 @@ def _explain_peft(held: OpenCheckpoint, records: Sequence[PartRecord]) -> Iterat
 
 
 def _invalid_settings(store: Store, file: str) -> list[str]:
-    """Settings in the adapter config `file` with another type than PEFT declares, or an invalid pattern."""
+    """Invalid settings in the adapter config `file`: unknown method, undeclared type, invalid pattern."""
     import peft
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -224,7 +224,7 @@ def _is_pattern(text: str) -> bool:
 
 
 def _is_of_type(value: Any, hint: Any) -> bool:
-    """Whether a JSON value is of an annotated type; True for annotations that are not understood."""
+    """Whether a JSON value is of an annotated type; True for unsupported annotations."""
     kind, inside = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
         return any(_is_of_type(value, one) for one in inside)
@@ -253,7 +253,7 @@ def _base_class(place: str, asked: Mapping[str, Any]) -> Any:
 
 
 def _prepare_base(model: Any, held: OpenCheckpoint, records: Sequence[PartRecord], check: bool) -> tuple[str, ...]:
-    """Compare the base with the recorded one, then add the embedding rows that the adapter was trained with."""
+    """Compare the base with the recorded one, then resize its embeddings to the rows that the adapters store."""
     if is_peft_model(model):
         return ()
     if check:
@@ -282,7 +282,7 @@ def _stored_rows(model: Any, records: Sequence[PartRecord]) -> int | None:
 
 
 def _check_base(here: Mapping[str, Source], kind: str, record: PartRecord, *, is_remade: bool) -> None:
-    """Compare a base of class `kind` with the one that the adapter in `record` was trained on."""
+    """Raise BaseMismatchError unless a base of class `kind` matches the base recorded for the adapter in `record`."""
     base, name = record.base, str(record.adapter)
     if base is None:
         return
@@ -305,10 +305,10 @@ def _check_base(here: Mapping[str, Source], kind: str, record: PartRecord, *, is
 
 
 def _find_targets(view: View, held: OpenCheckpoint, records: Sequence[PartRecord]) -> dict[str, dict[str, Source]]:
-    """By adapter, the targets of stored tensors that PEFT does not load or rounds: base tensors saved with the adapter,
-    and tensors stored in a wider type than their target has.
+    """By adapter, the targets of stored tensors that PEFT rounds or does not load.
 
-    Raises LoadError naming every tensor that is missing, has no target, or has another shape or kind of number.
+    They are base tensors saved with the adapter, and tensors stored in a wider dtype than that of their target. Raises
+    LoadError naming every tensor that is missing, has no target, or has another shape or kind of dtype.
     """
     expected = {part.adapter: part.entries for part in adapter_parts(view, "", "", "as_is")}
     base = {PREFIX + name: source for name, source in base_sources(view)}
@@ -340,7 +340,7 @@ def _find_targets(view: View, held: OpenCheckpoint, records: Sequence[PartRecord
 
 
 def _holds_all(live: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether the type `live` represents all values of the type `stored`."""
+    """Whether the dtype `live` represents all values of the dtype `stored`."""
     if not stored.is_floating_point:
         return live == stored or torch.promote_types(live, stored) == live
     here, there = torch.finfo(live), torch.finfo(stored)

@@ -40,9 +40,9 @@ from ft_ckpt.model.folder import WeightsFolder
 from ft_ckpt.model.settings import adapter_settings, differing_settings, is_irreproducible, quantisation_of
 from ft_ckpt.storage.place import Place, open_place, source_access
 
-_WIDE = {torch.float64: torch.float64, torch.complex128: torch.complex128}  # summed in their own type
+_WIDE = {torch.float64: torch.float64, torch.complex128: torch.complex128}  # summed in their own dtype
 _NARROW = ("float16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-_NO_MEAN = ("float8_e8m0fnu", "float4_e2m1fn_x2")  # scales that are powers of two; two numbers in a byte
+_NO_MEAN = ("float8_e8m0fnu", "float4_e2m1fn_x2")  # powers of two, used as scales; two numbers per byte
 
 
 def average(
@@ -61,17 +61,17 @@ def average(
     """Write the average of the checkpoints `sources` to `dst`, a folder or file; all or nothing, durably.
 
     `sources` are two or more checkpoints, folders or files of the same tensors; or one run's folder with `last`, the
-    number of its newest valid checkpoints to average. `weights`: a number for each source, normalised to the sum 1;
+    number of its newest valid checkpoints to average. `weights`: a number for each source, normalised to a sum of 1;
     by default all are equal. Further arguments are those of `convert`.
 
-    Floating-point tensors are averaged in float32 and rounded once to their type, or to `dtype`. Other tensors should
-    be equal in all sources; otherwise the last source's is taken and the report names it. Differing indices of an
-    adapter are refused. A tied name stands for the tensor that it is tied to; if files have different ties, tensors
-    that are not tied in all of them are stored separately. Sidecar files (config, tokenizer) are the last source's.
-    Folders are refused if settings differ that change the output, if their tokenizers map one id to different tokens,
-    if their ties differ, or if they are quantised. Training state is not averaged. Adapters are averaged factor by
-    factor and must have one base. The manifest names the sources; `latest` and `best` skip an average, and no rule of a
-    run deletes it. Sources are compared with their digests while they are read.
+    Floating-point tensors are averaged in float32 (float64 ones in float64) and rounded once to their dtype, or to
+    `dtype`. Other tensors should be equal in all sources; otherwise the last source's is taken and the report names it.
+    Differing indices of an adapter are refused. A tied name stands for the tensor that it is tied to; if files have
+    different ties, tensors that are not tied in all of them are stored separately. Sidecar files (config, tokenizer)
+    are the last source's. Folders are refused if settings that change the output differ, if their tokenizers map one id
+    to different tokens, if their ties differ, or if they are quantised. Training state is not averaged. Adapters are
+    averaged factor by factor and must have the same base. The manifest names the sources; `latest` and `best` skip an
+    average, and a run's retention rules never delete it. Sources are compared with their digests while they are read.
 
     Raises ConfigError for invalid counts and weights, SelectionError naming tensors that differ in name, shape, type or
     ties, or have no mean, LoadError naming settings and bases that differ; for files as `convert` does.
@@ -97,7 +97,7 @@ def average(
 
 
 def normalized_weights(weights: Sequence[float] | None, count: int) -> list[float]:
-    """The weights with the sum 1. Raises ConfigError unless they are `count` finite numbers whose sum is not 0."""
+    """The weights, scaled to sum 1. Raises ConfigError unless they are `count` finite numbers whose sum is not 0."""
     if count < 2:
         raise ConfigError(
             f"{_counted(count, 'source')} given: an average is of two or more; give more, or last= and a run"
@@ -111,7 +111,7 @@ def normalized_weights(weights: Sequence[float] | None, count: int) -> list[floa
 
 
 def parse_weights(text: str | None) -> list[float] | None:
-    """Numbers separated by commas. Raises ConfigError for other text."""
+    """Parse numbers separated by commas. Raises ConfigError for other text."""
     try:
         return None if text is None else [float(number) for number in text.split(",")]
     except ValueError:
@@ -123,8 +123,8 @@ class AveragedFile:
 
     In each file, a name stands for the tensor that it is tied to; names that are tied in all files are tied here.
     Averages have the dtype of the sources, or `dtype`; `casts` counts the changes of dtype. `untied` describes names
-    that are tied in some files only. After reading, `unequal` has the names of non-floating tensors that differ (an
-    error for adapters, where they are indices), `beyond` the names of tensors whose averages exceed their dtype.
+    that are tied in some files only. After reading, `unequal` names the non-floating tensors that differ (an error for
+    adapters, where they are indices), `beyond` the tensors whose averages exceed the range of their dtype.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ def _averaged_source(opened: Sequence[TensorFile], shares: Sequence[float], opti
         parts.append(dataclasses.replace(part, file=file))
     problem = f"{listing(untied + wrong)}; only models of one config, or adapters of one base, have an average"
     if untied:
-        # Folders are never untied: `tie_word_embeddings` changes more than the names, as T5 scales its outputs by it.
+        # Folders are not untied, because `tie_word_embeddings` changes more than names: T5 scales its outputs by it.
         raise SelectionError(problem)
     if wrong:
         raise LoadError(problem)
@@ -288,7 +288,7 @@ def _averaged_source(opened: Sequence[TensorFile], shares: Sequence[float], opti
 
 
 def _notes_of(source: TensorFile) -> Iterator[str]:
-    """Notes for the report, after the tensors were read."""
+    """Notes for the report; complete only after the tensors were read."""
     parts = [part.file for part in source.parts] if isinstance(source, WeightsFolder) else [source]
     files = [file for file in parts if isinstance(file, AveragedFile)]
     yield from dict.fromkeys(note for file in files for note in (*file.notes, *file.untied))
@@ -310,7 +310,7 @@ def _averaged_manifest(last: Manifest | None, names: Sequence[str]) -> Manifest 
 
 
 def _differing_shares(folders: Sequence[WeightsFolder], names: Sequence[str]) -> list[str]:
-    """Sources whose parts do not share the same tensors as the parts of the first source."""
+    """Sources in which parts share other tensors than in the first source."""
     known = [folder.manifest.shared if folder.manifest is not None else () for folder in folders]
     shared = [{frozenset(group) for group in groups} for groups in known]
     return [
@@ -332,7 +332,7 @@ def _differing_settings(folders: Sequence[WeightsFolder], at: int, names: Sequen
 
 
 def _differing_bases(folders: Sequence[WeightsFolder], at: int, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Adapters `at` whose base is not that of the first source, and notes.
+    """Sources whose adapter in part `at` has another base than the first source's, or one that is lost; and notes.
 
     Bases are compared by their sampled elements if all sources have them, else by name and revision.
     """

@@ -30,8 +30,8 @@ from ft_ckpt.model.adapters import PREFIX, TO_BASE, base_sources, has_adapters, 
 from ft_ckpt.model.selection import module_at, view_of
 
 _PASSING = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "vocab_size"}
-# Initialisations of LoRA that leave the base as it is, and those that change it by a deterministic decomposition. Any
-# other (random, or computed from training data) cannot be repeated.
+# Initialisations of LoRA that keep the base, and those that change it by a deterministic decomposition. All others
+# (random, or computed from training data) cannot be repeated.
 _KEEPS_BASE = frozenset({"true", "false", "gaussian", "orthogonal", "eva", "mica"})
 _REPEATS = frozenset({"pissa", "olora", "kasa", "loftq"})
 _ULPS = 2  # tolerance in units of the coarser dtype, for a base loaded in another precision
@@ -46,12 +46,12 @@ class BaseWatch:
         self._attribute = attribute
         self._model: ref[nn.Module] | None = None
         self._samples: dict[str, dict[str, float]] = {}
-        self._limits: dict[str, float] = {}  # relative tolerance by layer
+        self._limits: dict[str, float] = {}  # relative tolerance by tensor name
 
     def note_base(self, model: nn.Module, rank: int) -> None:
-        """Sample the base of `model` if the model is new."""
+        """Sample the base of `model`, unless it was the last one sampled."""
         if not self._knows_model(model):
-            with suppress(CheckpointError):  # a model without tensors so far
+            with suppress(CheckpointError):  # the model has no tensors yet
                 self._samples = base_samples(model, rank, self._attribute)
                 sources = ModelTensors(model).sources() if self._samples else {}
                 dtypes = {source.name: source.dtype for source in sources.values()}
@@ -63,7 +63,7 @@ class BaseWatch:
         return self._model is not None and self._model() is unwrap(model)
 
     def changed_layers(self, model: nn.Module, rank: int) -> list[str]:
-        """Names of layers whose samples differ from those at the first call of `note_base`."""
+        """Names of base tensors whose samples differ from those that `note_base` took of this model."""
         if not self._knows_model(model) or not self._samples:
             return []
         refuse_merged(unwrap(model))
@@ -82,9 +82,10 @@ class BaseWatch:
             )
 
     def is_left_out(self, model: nn.Module, alone: bool, asked: bool | None, ranks: Ranks) -> bool:
-        """Whether a checkpoint of a run omits the base: `asked`, by default if only adapters are trained. Collective.
+        """Whether a checkpoint of a run omits the base: `asked`, by default `alone`. Collective.
 
-        A base that has changed, as under ReLoRA, is saved with the adapters; SelectionError if `asked` is True.
+        `alone`: only adapters are trained. A base that has changed, as under ReLoRA, is saved with the adapters; raises
+        SelectionError instead if `asked` is True.
         """
         if not (alone if asked is None else asked):
             return False
@@ -120,9 +121,9 @@ def base_identity(module: Any, adapter: str) -> tuple[str | None, str | None, st
 
 
 def refuse_merged(module: nn.Module) -> None:
-    """Raise SelectionError naming the layers that have an adapter merged into them, at each save.
+    """Raise SelectionError naming the layers that have an adapter merged into them.
 
-    Their base contains the adapter and would be stored as the plain base.
+    Their base weights contain the adapter and would be stored as those of the plain base.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -147,7 +148,7 @@ def _changes_of_base(config: Any) -> list[str]:
 
 
 def irreproducible(configs: Mapping[str, Any]) -> str:
-    """Why the adapters with these configs fit no base that can be recreated; "" if they do.
+    """Why the base of adapters with these configs cannot be recreated; "" if it can.
 
     LoftQ is repeatable in its first iteration only: later ones quantise the residual of a decomposition, whose last
     digits differ between machines.
@@ -164,7 +165,7 @@ def irreproducible(configs: Mapping[str, Any]) -> str:
 
 
 def base_samples(model: nn.Module, rank: int, attribute: str | None = None) -> dict[str, dict[str, float]]:
-    """A few elements that this rank holds of the layers with adapters; empty without adapters."""
+    """A few local elements of frozen base tensors: of adapted layers, else of all; {} without adapters."""
     if not has_adapters(module_at(model, attribute or "")):
         return {}
     below = base_sources(view_of(model, ModelTensors(model).sources(), attribute or ""))
@@ -178,7 +179,7 @@ def differences_of_base(
 ) -> tuple[int, list[str]]:
     """Compare the base of the adapters of `model`, or of its `attribute`, with the recorded samples.
 
-    Tensors in `stored` are left out. Returns the number of compared tensors and the differences.
+    Tensors in `stored` are not compared. Returns the number of compared tensors and the differences.
     """
     module: Any = module_at(model, attribute or "")
     if not has_adapters(module):
@@ -204,9 +205,9 @@ def differences_of_base(
 def differing_tensors(
     here: Mapping[str, Source], record: PartRecord, rank: int = 0, *, is_remade: bool = False
 ) -> list[str]:
-    """Names of recorded tensors of an adapter's base that are not `here`, or whose elements on this rank differ.
+    """Names of recorded base tensors of an adapter that are missing `here`, or whose elements on this rank differ.
 
-    `is_remade`: the initialisation of the adapter has changed both bases, so that last digits may differ.
+    `is_remade`: the initialisation of the adapter has changed both bases, so the last digits may differ.
     """
     if record.base is None:
         return []
@@ -245,18 +246,18 @@ def differing_elements(file: TensorFile, record: PartRecord) -> tuple[int, list[
 
 
 def _adapted_paths(record: PartRecord) -> frozenset[str]:
-    """All prefixes, in the base, of the paths of the adapter's tensors; its layers are among them."""
+    """All prefixes of the paths of the adapter's tensors in the base model; they include the adapted layers."""
     steps = (tensor.name.removeprefix(PREFIX).split(".") for tensor in record.tensors)
     return frozenset(".".join(one[:depth]) for one in steps for depth in range(1, len(one)))
 
 
 def is_floating(source: Source) -> bool:
-    """Whether the tensor's elements can be compared, which quantised ones cannot."""
+    """Whether the tensor's elements can be compared; those of a quantised tensor cannot."""
     return source.dtype.is_floating_point
 
 
 def common_dtype(tensors: Iterable[Source]) -> str:
-    """The dtype that most floating tensors have."""
+    """The most common dtype of the floating-point tensors; "float32" if there are none."""
     dtypes = [source.dtype for source in tensors if source.dtype.is_floating_point]
     common = max(set(dtypes), key=dtypes.count, default=None)
     return dtype_name(common) if common else "float32"
@@ -283,7 +284,7 @@ def _elements_agree(
 
 
 def _are_near(here: Mapping[str, float], values: Mapping[str, float], limit: float, is_adapted: bool) -> bool:
-    """Whether elements differ by at most the fraction `limit` of their size, or of the scale of an adapted layer."""
+    """Whether elements differ by at most `limit` times their size; in an adapted layer, at least 1/4 of the largest."""
     least = max(map(abs, values.values()), default=0.0) / 4 if is_adapted else 1e-6
     return all(
         value == values[index] or abs(value - values[index]) <= limit * max(abs(values[index]), least)

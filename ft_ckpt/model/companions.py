@@ -1,6 +1,6 @@
-"""Writes the files beside the weights: config, generation config, tokenizer, chat template, custom code, model card.
+"""Writes the sidecar files of the weights: config, generation config, tokenizer, chat template, code, model card.
 
-The files are those that `save_pretrained` writes. The code runs on rank 0 alone while parameters may be sharded, so no
+They are the files that `save_pretrained` writes. The code runs on rank 0 only, and parameters may be sharded, so no
 tensor is read. Training continues with the same objects, so fields are set on copies.
 """
 
@@ -55,7 +55,7 @@ def blank_card() -> str:
 
 
 def name_base(file: Path, base_id: str | None) -> None:
-    """Set the base in a card to `base_id`, or remove it if it is a path, which the Hub refuses."""
+    """Set the base model in a card to `base_id`; without one, remove a path, which the Hub refuses."""
     card = ModelCard.load(file)
     named = card.data.base_model
     if base_id is None and (not named or is_hub_name(named)):
@@ -67,8 +67,8 @@ def name_base(file: Path, base_id: str | None) -> None:
 
 
 def injected_card(config: Any) -> str:
-    """The card that PEFT would write for a PeftModel, for adapters that were injected into a model."""
-    import peft  # here, since it is slow to import, and there are adapters only where it has been
+    """The model card for injected adapters, as PEFT writes it for a PeftModel."""
+    import peft  # here, because it is slow to import; a process with adapters has already imported it
 
     base = config.base_model_name_or_path
     base = base if base and is_hub_name(base) else None
@@ -83,23 +83,23 @@ def injected_card(config: Any) -> str:
 
 
 _OLMO_EOS = ("<|im_end|>", "<|endoftext|>")
-_MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")  # other fields are valid under these
+_MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")  # decide whether other fields are valid
 _PACKED_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def generation_config(model: nn.Module, tokenizer: Any, chat_template_name: str | None) -> Any:
     """The GenerationConfig to save, or None when the model cannot generate; the live one is not changed.
 
-    `chat_template_name` None: a copy of the live one without fields that make it invalid. A name with "olmo": no BOS,
-    and the EOS ids of <|im_end|> and <|endoftext|>. Any other name: EOS and BOS of the tokenizer. Raises CompanionError
-    when a token is not in the vocabulary, or its id exceeds the embedding rows.
+    `chat_template_name` None: a copy of the live one, without its invalid fields if it was changed. A name with "olmo":
+    no BOS, and the EOS ids of <|im_end|> and <|endoftext|>. Any other name: EOS and BOS of the tokenizer. Raises
+    CompanionError when there is no tokenizer, a token is not in the vocabulary, or its id exceeds the embedding rows.
     """
     live = getattr(model, "generation_config", None)
     if live is None or not hasattr(model, "can_generate") or not model.can_generate():  # type: ignore[operator]
-        return None  # a wrapper around a generating model may have a generation config, too
+        return None  # a wrapper of a generating model may have a generation config as well
     if chat_template_name is None:
         generation = copy.deepcopy(live)
-        for name, value in _misplaced_settings(model.config).items():  # which cannot be saved in the model's config
+        for name, value in _misplaced_settings(model.config).items():  # not allowed in a saved config.json
             if getattr(generation, name, None) is None:
                 setattr(generation, name, value)
         return _repaired_settings(generation)
@@ -117,7 +117,7 @@ def generation_config(model: nn.Module, tokenizer: Any, chat_template_name: str 
 def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
     """Raise CompanionError when the tokenizer has more tokens than the model has input embedding rows.
 
-    More rows than tokens is padding, and fine.
+    Additional rows are valid padding.
     """
     text, rows = _text_tokenizer(tokenizer), _embedding_rows(model)
     if text is not None and rows is not None and len(text) > rows:
@@ -128,10 +128,10 @@ def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
 
 
 def write_model(folder: Path, model: Any, *, dtype: str, generation: Any = None) -> None:
-    """Write configs and code of a Hugging Face model into `folder`, which exists.
+    """Write configs and code of a Hugging Face model into the existing `folder`.
 
-    `dtype`: torch's name of the stored dtype, such as "bfloat16". `generation` comes from `generation_config`.
-    Raises CompanionError when the config does not pass its own checks.
+    `dtype`: torch's name of the stored dtype, such as "bfloat16". `generation`: the result of `generation_config`.
+    Raises CompanionError when the config refuses to be saved.
     """
     config = _saved_config(model, dtype)
     _write_code(folder, model, config)
@@ -152,17 +152,17 @@ def write_adapter(
     beside: bool = False,
     base_id: str | None = None,
 ) -> None:
-    """Write `adapter_config.json` and a model card for one adapter into `folder`, which exists.
+    """Write `adapter_config.json` and a model card for one adapter into the existing `folder`.
 
-    `model`: a PeftModel, or a model with injected adapters, with `peft_config`. `beside`: the base is saved with it, as
-    changed by the initialisation of the adapter, so a load must not decompose it again. `base_id`: name of the base on
-    the Hub, if it was loaded from elsewhere; the card never contains a path of this machine.
+    `model`: a PeftModel, or a model with injected adapters and a `peft_config`. `beside`: the checkpoint contains the
+    base as changed by the adapter's initialisation, so a load must not decompose it again. `base_id`: name of the base
+    on the Hub, if it was loaded from elsewhere. The card never contains a local path.
     """
-    import peft  # here, since it is slow to import, and there are adapters only where it has been
+    import peft  # here, because it is slow to import; a process with adapters has already imported it
 
-    config = copy.copy(model.peft_config[adapter])  # shallow: a copied set may be listed in another order
+    config = copy.copy(model.peft_config[adapter])  # shallow: a deep copy of a set may iterate in another order
     config.inference_mode = True
-    if isinstance(ranks := getattr(config, "rank_pattern", None), dict):  # as PEFT writes the ranks of AdaLoRA
+    if isinstance(ranks := getattr(config, "rank_pattern", None), dict):  # in the form that PEFT writes for AdaLoRA
         config.rank_pattern = {name.removesuffix(f".{adapter}"): kept for name, kept in ranks.items()}
     if beside and isinstance(getattr(config, "init_lora_weights", None), str):
         config.init_lora_weights = True
@@ -183,7 +183,7 @@ def write_adapter(
 
 
 def _keep_order_of_patterns(folder: Store, config: Any) -> None:
-    """Put patterns back in their order, which PEFT has sorted, where it may decide which of them holds."""
+    """Restore the order of patterns, which PEFT sorts, if the order can decide which pattern applies."""
     settings = json.loads(read_text(folder, "adapter_config.json"))
     live = {name: getattr(config, name) for name in PATTERNS & settings.keys() if settings[name]}
     moved = {name: dict(keys) for name, keys in live.items() if order_counts(keys) and [*keys] != [*settings[name]]}
@@ -201,7 +201,7 @@ def _misplaced_settings(config: Any) -> dict[str, Any]:
 
 
 def _repaired_settings(generation: Any) -> Any:
-    """The config itself if it is valid or unchanged since it was published, else a copy of the valid fields."""
+    """The config itself if it is valid or unchanged since it was published, else a copy with the valid fields only."""
     if getattr(generation, "_original_object_hash", None) == hash(generation) or _is_valid(generation):
         return generation
     repaired = type(generation)()
@@ -227,7 +227,7 @@ def _is_valid(generation: Any) -> bool:
 
 
 def _text_tokenizer(tokenizer: Any) -> Any:
-    """The tokenizer, also inside a processor; None for a processor without text."""
+    """The tokenizer, or the tokenizer of a processor; None if a processor has none."""
     text = getattr(tokenizer, "tokenizer", tokenizer)
     return text if hasattr(text, "convert_tokens_to_ids") else None
 
@@ -250,13 +250,13 @@ def _token_id(model: nn.Module, tokenizer: Any, token: str) -> int:
 
 
 def _embedding_rows(model: nn.Module) -> int | None:
-    """Rows of the input embedding, from its declared size or global shape; None without one."""
+    """Rows of the input embedding: its declared size, global shape, or the config's vocab_size; None if unknown."""
     embedding = embedding_of(model)
     rows = getattr(embedding, "num_embeddings", None)
     if isinstance(rows, int):
         return rows
     weight = getattr(embedding, "weight", None)
-    if isinstance(weight, torch.Tensor) and len(global_shape(weight)) == 2:  # the embedding of images is a convolution
+    if isinstance(weight, torch.Tensor) and len(global_shape(weight)) == 2:  # not the convolution that embeds images
         return global_shape(weight)[0]
     try:
         config: Any = model.config
@@ -266,7 +266,7 @@ def _embedding_rows(model: nn.Module) -> int | None:
 
 
 def write_tokenizer(folder: Path, tokenizer: Any) -> None:
-    """Write a tokenizer or processor into `folder`, which exists."""
+    """Write a tokenizer or processor into the existing `folder`."""
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         tokenizer = copy.deepcopy(tokenizer)  # a processor modifies its tokenizer when it is saved
     tokenizer.save_pretrained(str(folder))
@@ -284,7 +284,7 @@ def _saved_config(model: Any, dtype: str) -> Any:
             vars(config).pop(name, None)
     cast = dtype != str(model.dtype).removeprefix("torch.")
     for part in nested_configs(config):
-        part._name_or_path = ""  # written for nested configs, and a path of this machine
+        part._name_or_path = ""  # nested configs would store it, and it is a local path
         part.dtype = dtype if cast and part.dtype is not None else part.dtype
     config.dtype = dtype
     config.architectures = [user_class(type(model)).__name__]
@@ -300,7 +300,7 @@ def nested_configs(config: Any) -> Iterator[Any]:
 
 
 def is_quantised(model: nn.Module, config: Any) -> bool:
-    """Whether the weights are still packed: a merged or dequantised model often keeps its quantisation config."""
+    """Whether the weights are packed; a merged or dequantised model may still have its quantisation config."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return False
@@ -312,7 +312,7 @@ def is_quantised(model: nn.Module, config: Any) -> bool:
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """4-bit and 8-bit layers by name, because FSDP may store their weights as any dtype; others by a packed dtype."""
+    """Whether a layer is of bitsandbytes, by class name (FSDP may change its dtype), or has a packed dtype."""
     if {base.__name__ for base in type(module).__mro__} & {"Linear4bit", "Linear8bitLt"}:
         return True
     tensors = [*module._parameters.values(), *module._buffers.values()]
@@ -332,7 +332,7 @@ def _write_code(folder: Path, model: nn.Module, config: Any) -> None:
             stacklevel=2,
         )
         return
-    # An empty instance of the user's class, because the file of FSDP2's class is torch's.
+    # An empty instance of the user's class, because the source file of FSDP2's class belongs to torch.
     custom_object_save(object.__new__(cls), str(folder), config=config)
     auto_map = getattr(config, "auto_map", None)
     if auto_map:
@@ -342,7 +342,7 @@ def _write_code(folder: Path, model: nn.Module, config: Any) -> None:
 
 
 def _localised_entry(entry: Any, folder: Path, source: Path) -> Any:
-    """An `auto_map` entry without "repo--", its file copied; left as it is when the code is not on this machine."""
+    """Copy the file of an `auto_map` entry and return it without "repo--"; unchanged if the file is not local."""
     if isinstance(entry, (list, tuple)):
         return [_localised_entry(item, folder, source) for item in entry]
     if not isinstance(entry, str):

@@ -1,6 +1,6 @@
 """Conversion of a model's tensors whose names, form or dtypes differ between memory and file.
 
-Works on names, shapes and dtypes only: transformers converts tensors on the meta device.
+Planning needs names, shapes and dtypes only: transformers converts tensors on the meta device.
 """
 
 import re
@@ -16,7 +16,7 @@ from ft_ckpt.model.entries import Entry, Group, unchanged_entry
 
 
 def load_conversion_table() -> None:
-    """Let transformers build its conversion table, which takes 60 ms once per process, before training starts."""
+    """Build transformers' conversion table before training starts; it takes 60 ms, once per process."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("")
@@ -28,16 +28,16 @@ def stored_as_in_memory(module: nn.Module, names: Mapping[str, Source]) -> bool:
 
 
 def converted_entries(module: Any, kept: Mapping[str, Source]) -> list[Entry]:
-    """Entries under the names that transformers writes, which differ from memory for some architectures.
+    """Entries under the names that transformers writes, which for some architectures differ from those in memory.
 
-    The conversion runs on meta tensors: a tensor that comes back as the same object was only renamed and is streamed.
-    The rest is converted in groups, one per layer if the layers can be converted independently.
+    The conversion runs on meta tensors: a tensor returned as the same object was only renamed and is streamed. The
+    others are converted in groups, one per layer if the layers can be converted independently.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     kinds = {(s.shape, s.dtype) for s in kept.values()}
     empty = {kind: torch.empty(kind[0], dtype=kind[1], device="meta") for kind in kinds}
-    placeholders = {name: empty[s.shape, s.dtype].detach() for name, s in kept.items()}  # an object for each
+    placeholders = {name: empty[s.shape, s.dtype].detach() for name, s in kept.items()}  # one object per name
     stored: dict[str, Tensor] = revert_weight_conversion(module, dict(placeholders))
     origin = {id(tensor): name for name, tensor in placeholders.items()}
     streamed = {name: origin[id(tensor)] for name, tensor in stored.items() if id(tensor) in origin}

@@ -114,7 +114,7 @@ class ConvertOptions:
     shards: Sequence[ShardRule] = ()  # rules that divide the tensors between several checkpoints
     made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from
     access: Access = FREE  # upper bound of the permissions: those common to all sources
-    overwrite: bool = False  # delete a checkpoint of this name in a bucket before the new one is whole
+    overwrite: bool = False  # delete a checkpoint of this name in a bucket before the new one is complete
     replaced: Mapping[str, bytes] = field(default_factory=dict)  # sidecar files with other contents than the source's
 
 
@@ -171,7 +171,7 @@ def convert_options(
 
 
 def check_apart(sources: Sequence[Place], options: ConvertOptions) -> None:
-    """Raise ConfigError if the folder to be written lies in one that is read."""
+    """Raise ConfigError if the target folder lies in a source folder."""
     for source in sources:
         here = PurePosixPath(source.folder.identity)
         inside = PurePosixPath(options.target.folder.identity).is_relative_to(here)
@@ -186,9 +186,9 @@ Names = Mapping[str, str]
 
 
 def read_map(source: str | Path | Names | None) -> dict[str, str]:
-    """New names by old, from a mapping, a JSON file or a file of lines "old new" (# begins a comment).
+    """New names by old name, from a mapping, a JSON file or a file of lines "old new" (# begins a comment).
 
-    A name may end in * as a prefix. Raises ConfigError for another source and for ambiguous rules.
+    A name that ends in * is a prefix. Raises ConfigError for another source and for ambiguous rules.
     """
     given = {} if source is None else source
     pairs = list(given.items()) if isinstance(given, Mapping) else _parse_map(open_place(given))
@@ -263,7 +263,7 @@ class TranslatedFile:
         self.overflown: set[str] = set()  # names of tensors in which the cast gave infinity
 
     def runs(self, name: str) -> list[ByteRun] | None:
-        """The byte ranges of a tensor, unless it is cast."""
+        """The byte ranges of a tensor; None if it is cast or not stored byte for byte."""
         old = self.old[name]
         return tensor_runs(self.file, old) if self.file.specs[old].dtype == self.specs[name].dtype else None
 
@@ -275,7 +275,7 @@ class TranslatedFile:
         return dict(Counter(getattr(self.file, "casts", {})) + own)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of the tensor with the new name `name`: 1-D, on the CPU, in its new type."""
+        """Flat elements [start, stop) of the tensor with the new name `name`: 1-D, on the CPU, in its new dtype."""
         data = self.file.read(self.old[name], start, stop)
         wanted = getattr(torch, self.specs[name].dtype)
         if data.dtype == wanted:
@@ -290,7 +290,7 @@ class TranslatedFile:
 
 
 class UntiedFile:
-    """`file` with every name of a tied tensor as a separate tensor, for formats without ties."""
+    """`file` with each name of a tied tensor as a separate tensor, for formats without ties."""
 
     def __init__(self, file: TensorFile) -> None:
         ties: Names = getattr(file, "ties", {})
@@ -307,7 +307,7 @@ class UntiedFile:
 
 
 def tensor_runs(file: TensorFile, name: str) -> list[ByteRun] | None:
-    """The byte ranges of a tensor; None if the file does not store its bytes as they are."""
+    """The byte ranges of a tensor; None if the file does not store it byte for byte."""
     ask = getattr(file, "runs", None)
     found: list[ByteRun] | None = None if ask is None else ask(name)
     return found and [replace(run, name=name) for run in found]
@@ -323,7 +323,7 @@ def read_slices(file: TensorFile, specs: list[Spec]) -> Iterator[tuple[Spec, Ten
 
 
 def check_copy(wanted: TensorFile, found: TensorFile, source: str) -> None:
-    """Raise CorruptError naming every tensor of `found` that differs in any bit from `wanted`; slice by slice."""
+    """Raise CorruptError naming every tensor of `found` that differs in any bit from `wanted`. Reads slice by slice."""
     wrong = spec_differences(_all_specs(wanted), _all_specs(found))
     for name, spec in wanted.specs.items():
         if found.specs.get(name) != spec:
@@ -338,7 +338,7 @@ def check_copy(wanted: TensorFile, found: TensorFile, source: str) -> None:
 
 
 def spec_differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
-    """A line for each name that is missing, unexpected, or has another shape and dtype in `theirs`."""
+    """A line for each name that is missing, unexpected, or has another shape or dtype in `theirs`."""
     wrong = [f"{name}: missing" for name in ours if name not in theirs]
     wrong += [f"{name}: unexpected" for name in theirs if name not in ours]
     wrong += [f"{n}: {theirs[n]}, expected {ours[n]}" for n in ours if n in theirs and theirs[n] != ours[n]]
@@ -352,10 +352,10 @@ def _all_specs(file: TensorFile) -> dict[str, tuple[tuple[int, ...], str]]:
 
 @dataclass(frozen=True)
 class Output:
-    """One planned weight file: how it is written, and the places of its tensors."""
+    """One planned weight file: the plan of its bytes and the layout of its tensors."""
 
     plan: FilePlan
-    inner: FilePlan  # with a record for each tensor, where `plan` is an archive
+    inner: FilePlan  # the plan with a record for each tensor; differs from `plan` for an archive
     file: TensorFile
     archive: TorchArchive | None = None
 
@@ -368,7 +368,7 @@ class Output:
 def plan_output(known: TensorFormat, path: str, file: TensorFile) -> Output:
     """The plan of the file `path` in format `known` with the tensors of `file`.
 
-    Raises SelectionError naming tensors of types that the format cannot keep.
+    Raises SelectionError naming tensors whose dtypes the format cannot store.
     """
     specs, ties = list(file.specs.values()), dict(getattr(file, "ties", {}))
     metadata = {"format": "pt", **getattr(file, "metadata", {})}  # transformers refuses files without it
@@ -381,7 +381,7 @@ def plan_output(known: TensorFormat, path: str, file: TensorFile) -> Output:
 
 
 def _read_regions(file: TensorFile, layout: Layout) -> Iterator[Region]:
-    """The bytes of the tensors: in blocks where they are copied unchanged, else slice by slice."""
+    """The bytes of the tensors: unchanged ones are copied in blocks, others are read slice by slice."""
     starts = {spec.name: start for spec, start in zip(layout.specs, layout.starts, strict=True)}
     stored = {spec.name: tensor_runs(file, spec.name) for spec in layout.specs}
 
@@ -399,7 +399,7 @@ def _read_regions(file: TensorFile, layout: Layout) -> Iterator[Region]:
 
 
 def _prefetch_items(items: Iterable[Any]) -> Iterator[Any]:
-    """`items`, with the next one made in a thread while one is in use, so that reading and writing overlap."""
+    """Yield `items`; a thread prepares the next item while one is in use, so that reading and writing overlap."""
     iterator, end = iter(items), object()
     with ThreadPoolExecutor(1, "ft_ckpt-read") as reader:
         coming = reader.submit(next, iterator, end)
@@ -422,15 +422,15 @@ def _archive_regions(archive: TorchArchive, chunks: Iterator[Region]) -> Iterato
 
 
 def write_outputs(outputs: list[Output], store: Store, progress: bool) -> list[FileRecord]:
-    """Write `outputs` into `store`, durably, with a bar if `progress` and on a terminal.
+    """Write `outputs` into `store`, durably; `progress`: with a progress bar on a terminal.
 
-    Raises CorruptError where their sources are damaged checkpoints, before the last file is finished.
+    Raises CorruptError if a source is a damaged checkpoint, before the last file is finished.
     """
     total = sum(output.plan.layout.size_bytes for output in outputs)
 
     def regions_of(output: Output) -> Iterator[Region]:
         yield from track(output.regions())
-        if output is outputs[-1]:  # before the file is finished: in a bucket it becomes visible then
+        if output is outputs[-1]:  # before the file is finished, because a bucket then makes it visible
             prove_sources()
 
     with Writer() as writer, track_progress(total, "converting", progress) as track:
@@ -442,7 +442,7 @@ _ROOM_BYTES = 16 << 20  # reserved for sidecar files in the check of free space
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """A finished conversion: `bytes` of all weight files, `tensors` with a tied one counted once."""
+    """A finished conversion: `bytes` of all weight files; `tensors` counts a tied tensor once."""
 
     path: Path | str  # or the URL
     format: str
@@ -450,7 +450,7 @@ class ConvertReport:
     tensors: int
     seconds: float
     casts: Mapping[str, int]  # "float32->bfloat16": number of tensors
-    skipped: tuple[str, ...]  # "name: type" of values that are no tensors
+    skipped: tuple[str, ...]  # "name: type" of non-tensor values
     notes: tuple[str, ...]
 
 
@@ -467,26 +467,26 @@ def convert(
     overwrite: bool = False,
     progress: bool = True,
 ) -> ConvertReport:
-    """Write the tensors of `src` to `dst` in another format; either everything arrives, durably, or nothing changes.
+    """Write the tensors of `src` to `dst` in another format, atomically and durably.
 
     `src` is a file (HDF5, safetensors, torch, Keras, flax, Lightning), a Hugging Face folder, a checkpoint of ours or
     a folder of torch's distributed checkpoint, DeepSpeed, TensorFlow or orbax. `dst` is a file whose suffix names the
     format, or a folder, which gets the sidecar files of a source folder and a manifest. Both may be URLs.
-    `format`: name of the target format. `dtype`: cast floating-point tensors. `map`: rename tensors, a mapping of old
-    names to new ones or a file of it; * at the end of both names stands for any ending. `verify`: compare the result
+    `format`: name of the target format. `dtype`: cast floating-point tensors. `map`: a mapping of old tensor names to
+    new ones, or a file that contains it; * at the end of both names matches any ending. `verify`: compare the result
     bit for bit with the source. `max_shard_size` (bytes or "5GB"): split the weights of a folder. `shards`: a file of
     lines "pattern shard" that assigns each tensor to a TensorFlow checkpoint by the first matching pattern.
 
     Memory holds a few slices, or one tensor if it is not stored in row-major order. Writes to a bucket are streamed. An
-    existing checkpoint in a bucket cannot be replaced in one step: it is refused, or with `overwrite` deleted first. A
-    source checkpoint of ours is held open, so a save that replaces it meanwhile changes nothing. It is compared with
-    its digests while it is read; nothing is committed from a damaged one.
+    existing checkpoint in a bucket cannot be replaced atomically: it is refused, or with `overwrite` deleted first. A
+    source checkpoint of ours is kept open, so a save that replaces it meanwhile has no effect. It is compared with
+    its digests while it is read; nothing is committed from a damaged checkpoint.
 
     Raises ConfigError, SelectionError for invalid names and types, LoadError or CorruptError for the source,
     TargetError or NoSpaceError for the target.
     """
     source = open_place(src)
-    note = f"converted from {os.fsencode(source.basename).decode(errors='replace')}"  # a name may be no UTF-8
+    note = f"converted from {os.fsencode(source.basename).decode(errors='replace')}"  # the name may not be UTF-8
     names = read_map(map)
     options = convert_options(
         dst, format=format, dtype=dtype, names=names, max_shard_size=max_shard_size, verify=verify, progress=progress,
@@ -516,9 +516,9 @@ def write_converted(opened: TensorFile, place: Place, options: ConvertOptions) -
 
 
 def open_source(path: str | Path | Place, origin: Place | None = None) -> TensorFile:
-    """The tensors at `path` in any format; bytes are copied, so a file that shrinks raises an error.
+    """The tensors at `path` in any format; bytes are copied, so a truncated file raises an error.
 
-    `origin` is the original place, when `path` is one where the files are held open.
+    `origin`: the original place, if `path` refers to its open files.
     """
     place = open_place(path)
     with damaged_input(place):
@@ -538,7 +538,7 @@ def _convert_to_file(opened: TensorFile, _source: Place, options: ConvertOptions
 
 
 def _staging_with_room(options: ConvertOptions, size_bytes: int) -> Staging:
-    """A staging for the target; refused without space for weights of `size_bytes` and sidecar files."""
+    """Open a staging for the target, after a check of the space for weights of `size_bytes` and sidecar files."""
     store = options.target.folder
     _check_room(store, size_bytes + _ROOM_BYTES)
     if store.parent is None:
@@ -547,7 +547,7 @@ def _staging_with_room(options: ConvertOptions, size_bytes: int) -> Staging:
 
 
 def _check_room(store: Store, size_bytes: int) -> None:
-    """Refuse a folder on a disk without enough space, see `commit.check_target`; buckets are not limited."""
+    """Check the free space of a local folder, see `commit.check_target`; buckets have no limit."""
     if isinstance(store, LocalStore):
         commit.check_target(store.folder, size_bytes)
 
@@ -654,7 +654,7 @@ def _plan_converted(part: folder.FolderPart, options: ConvertOptions) -> _Conver
 
 
 class _Shard:
-    """A file with some of its tensors."""
+    """The subset `names` of the tensors of a file."""
 
     def __init__(self, file: TranslatedFile, names: Sequence[str]) -> None:
         self.specs: Mapping[str, Spec] = {name: file.specs[name] for name in names}
@@ -683,7 +683,7 @@ def _set_dtype(store: Store, name: str, dtype: str) -> None:
 
 
 def _file_records(store: Store, written: Sequence[FileRecord]) -> tuple[FileRecord, ...]:
-    """The records of all files in the stage; files not in `written` are read for their digests."""
+    """The records of all staged files; files not in `written` are read to compute their digests."""
     known = {record.path for record in written}
     others = (each.name for each in store.list() if each.name not in known and not is_mark(each.name))
     return (*written, *(read_record(store, name) for name in others))
@@ -712,7 +712,7 @@ def _converted_manifest(
 
 
 def _describe_part(part: PartRecord, source: Place) -> PartRecord:
-    """A part of a foreign folder, completed from its configs."""
+    """The part of a folder without manifest, completed from its config."""
     name = "adapter_config.json" if part.kind == "adapter" else "config.json"
     try:
         config: Any = json.loads(read_text(source.folder, name))

@@ -14,20 +14,20 @@ from ft_ckpt.model.folder import WeightsFolder
 from ft_ckpt.model.settings import differing_settings
 from ft_ckpt.storage.place import Place
 
-_SLICE = SLICE_BYTES // 8  # elements: they are compared in float64
-_PACKED = "float4_e2m1fn_x2"  # two numbers in a byte, which torch converts to nothing else
+_SLICE = SLICE_BYTES // 8  # in elements, which are compared in float64
+_PACKED = "float4_e2m1fn_x2"  # two numbers per byte; torch cannot convert it
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Over the elements whose difference is a finite number, in float64."""
+    """Sums in float64 over the elements whose difference is finite."""
 
-    elements: int = 0  # all of them; of a complex number there are two
+    elements: int = 0  # all elements, including unbounded ones; a complex number counts as two
     total: float = 0.0  # of |B - A|
     squares: float = 0.0  # of (B - A)²
     norm: float = 0.0  # of A²
     largest: float = 0.0  # of |B - A|
-    unbounded: int = 0  # elements with a difference that is not finite, except equal infinities and two NaN
+    unbounded: int = 0  # elements whose difference is not finite or unknown (float4), except equal ones and two NaN
 
     def __add__(self, other: "Sums") -> "Sums":
         return Sums(
@@ -42,10 +42,10 @@ class Sums:
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor of A and B, or one layer of several.
+    """The difference of one tensor, or of all tensors of one layer, in A and B.
 
-    `status` is "equal" (bit for bit; in value where the types differ), "changed", "shape", "only in A", "only in B";
-    of a layer "equal" or "changed".
+    `status`: "equal" (bit for bit; by value if the dtypes differ), "changed", "shape", "only in A", "only in B"; for a
+    layer "equal" or "changed".
     """
 
     name: str
@@ -63,17 +63,17 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """Norm of B - A over the norm of A; infinite where A is zero, or the two cannot be subtracted."""
+        """Norm of B - A divided by the norm of A; infinite if only A is zero, or if they cannot be subtracted."""
         if self.status not in ("equal", "changed") or self.sums.unbounded or (self.sums.squares and not self.sums.norm):
             return math.inf
         return math.sqrt(self.sums.squares / self.sums.norm) if self.sums.norm else 0.0
 
 
 def compare_files(one: TensorFile, other: TensorFile) -> list[Difference]:
-    """Every tensor of A (`one`) and B (`other`), the largest change first; at most a few slices are in memory.
+    """Compare every tensor of A (`one`) and B (`other`), largest change first; memory holds a few slices.
 
     A name stands for the tensor that it is tied to. A pair of tensors is compared once, under the first name that both
-    files have; a name in one file only is left out if its tensor is compared under another name.
+    files have. A name in one file only is left out if its tensor is compared under another name.
     """
     first, second = UntiedFile(one), UntiedFile(other)
     names: dict[tuple[str, str], str] = {}
@@ -92,7 +92,7 @@ def compare_files(one: TensorFile, other: TensorFile) -> list[Difference]:
 def compare_settings(one: TensorFile, other: TensorFile) -> list[tuple[str, str, str]]:
     """(name, in A, in B) of the settings that differ and change the output; empty unless both are folders.
 
-    Raises CorruptError for a file of settings that cannot be parsed.
+    Raises CorruptError for a settings file that cannot be parsed.
     """
     if not isinstance(one, WeightsFolder) or not isinstance(other, WeightsFolder):
         return []
@@ -108,7 +108,7 @@ def compare_settings(one: TensorFile, other: TensorFile) -> list[tuple[str, str,
 
 
 def by_layer(found: Iterable[Difference]) -> list[Difference]:
-    """The differences by layer, as in "model.layers.3", or by module where layers have no numbers."""
+    """The differences by layer, such as "model.layers.3", or by module for names without a number."""
     layers: dict[str, list[Difference]] = {}
     for each in found:
         layers.setdefault(layer_of(each.name), []).append(each)

@@ -1,4 +1,4 @@
-"""The plan of stored tensors: parts (loadable folders) and their entries; the choice of adapters to merge."""
+"""The plan of the stored tensors: parts (loadable folders) and their entries; the adapters to merge."""
 
 import math
 from collections import Counter
@@ -68,9 +68,9 @@ class Part:
 
 
 def shared_between(parts: Iterable[Part]) -> tuple[tuple[str, ...], ...]:
-    """Groups of "part:name" that are one tensor in different parts, with the name in each part's module.
+    """Groups of "part:name" that are one tensor in several parts; `name` is relative to the part's module.
 
-    Adapters are left out, because PEFT changes the names that it stores.
+    Adapters are left out, because PEFT stores other names.
     """
     groups: dict[int, dict[str, None]] = {}
     for part in (part for part in parts if part.kind != "adapter"):
@@ -81,13 +81,13 @@ def shared_between(parts: Iterable[Part]) -> tuple[tuple[str, ...], ...]:
 
 
 def lossy_casts(part: Part) -> dict[str, int]:
-    """Casts of the part that change a dtype, as {"float32->bfloat16": number of tensors}."""
+    """All casts of the part, widening ones included, as {"float32->bfloat16": number of tensors}."""
     pairs = ((entry.memory_dtype, entry.dtype) for entry in part.entries if entry.dtype != entry.memory_dtype)
     return dict(Counter(f"{dtype_name(before)}->{dtype_name(after)}" for before, after in pairs))
 
 
 def main_dtype(part: Part) -> str:
-    """The dtype of most elements of the part in the file, for its config."""
+    """The stored dtype of most floating-point elements of the part, for its config; "float32" if there are none."""
     elements: Counter[str] = Counter()
     for entry in part.entries:
         if entry.dtype.is_floating_point:
@@ -124,7 +124,7 @@ def merge_choice(merged: Merged) -> MergeChoice | None:
 
 
 def finite_numbers(values: Any) -> list[float]:
-    """The values as floats; empty unless they are an ordered sequence of finite numbers."""
+    """The values as floats; empty unless they are an iterable of finite numbers, not a string or mapping."""
     if isinstance(values, (str, bytes, bytearray, Mapping)):
         return []
     try:

@@ -27,7 +27,7 @@ _BULK = re.compile(
 
 
 class JoinedFile:
-    """Several files as one; the names of each get a prefix."""
+    """Several files as one; the tensor names of each file get a prefix."""
 
     def __init__(self, files: Sequence[tuple[str, TensorFile]], source: str) -> None:
         self.files = [file for _, file in files]
@@ -54,7 +54,7 @@ class JoinedFile:
         return file.read(inner, start, stop)
 
     def runs(self, name: str) -> list[ByteRun] | None:
-        """The byte ranges of tensor `name`; None if no file stores its bytes as they are."""
+        """The byte ranges of tensor `name`; None if its file does not store it byte for byte."""
         file, inner = self.places[name]
         ask = getattr(file, "runs", None)
         return None if ask is None else ask(inner)
@@ -71,7 +71,7 @@ class FolderPart:
     path: str  # relative to the folder, "" for the folder itself
     kind: str  # "model" | "adapter" | "module"
     file: TensorFile
-    record: PartRecord | None = None  # of a checkpoint of ours
+    record: PartRecord | None = None  # if the folder is a checkpoint of ours
 
     @property
     def prefix(self) -> str:
@@ -80,17 +80,17 @@ class FolderPart:
 
 
 class WeightsFolder(JoinedFile):
-    """A folder with config and weights; `parts` can be loaded from it."""
+    """A folder with config and weights, as one file of all its `parts`."""
 
     def __init__(
         self, place: Place, origin: Place, parts: Sequence[FolderPart], manifest: Manifest | None = None
     ) -> None:
         super().__init__([(part.prefix, part.file) for part in parts], place.basename)
         self.place, self.store, self.parts, self.manifest = place, place.folder, tuple(parts), manifest
-        self.origin = origin  # the original place; `place` may have links to its open files
+        self.origin = origin  # the original place; `place` may refer to its open files
 
     def companions(self) -> tuple[list[Stored], list[str]]:
-        """Sidecar files that belong to the weights in any format, and names of other files, which are left out."""
+        """Sidecar files that are valid for weights of any format, and names of other files, which are left out."""
         parts = self.manifest.parts if self.manifest is not None else ()
         state_folders = tuple(f"{part.path}/" for part in parts if part.kind == "state")
         kept: list[Stored] = []
@@ -121,8 +121,8 @@ class WeightsFolder(JoinedFile):
 def open_folder(place: Place, origin: Place | None = None) -> TensorFile:
     """The tensors in a folder (or under the prefix of a TensorFlow checkpoint), in any format.
 
-    `origin` is the original place, when `place` is a folder of links to its files. Raises LoadError when there are no
-    weights; CorruptError when files are missing or do not fit together.
+    `origin`: the original place, if `place` refers to its open files. Raises LoadError when there are no weights;
+    CorruptError when files are missing or inconsistent.
     """
     with damaged_input(place):
         return _open_any_folder(place, origin or place)

@@ -1,8 +1,9 @@
 """A tensor that is read from its file at its first use.
 
-Shape, type and device need no read. Any other operation reads (small tensors) or maps (large ones) the values, keeps
-them and runs on them. Every use checks that the file has not changed since it was opened, so a file that was truncated
-or rewritten in place raises CorruptError instead of giving wrong values. `release` drops the values.
+Shape, dtype and device need no read. Indexing by an int or a slice may read only these rows. Any other operation reads
+(small tensors) or maps (large ones) the values, keeps them and runs on them. Every use checks that the file has not
+changed since it was opened: after a truncation or a write in place it raises CorruptError instead of returning wrong
+values. `release` drops the values.
 
 Values are mapped because touching all of a mapped file costs a fifth of reading it into memory. A mapped tensor that
 outlives the file object (a parameter set by `load_state_dict(assign=True)`, a view) is as safe as with
@@ -47,7 +48,7 @@ class _Held:
         self.values: torch.Tensor | None = None
 
     def get(self) -> torch.Tensor:
-        """The values in one dimension. Raises CorruptError when the file has changed."""
+        """The values as a 1-D tensor. Raises CorruptError when the file has changed."""
         if self.values is None:
             self.values = self.file.read(self.name)
         else:
@@ -55,7 +56,7 @@ class _Held:
         return self.values
 
     def rows(self, key: int | slice) -> torch.Tensor | None:
-        """Some rows of a tensor that is not mapped, read by themselves; None if all values are to be read."""
+        """The rows `key` of a tensor that is not mapped, read alone; None if all values must be read."""
         shape = self.shape
         if self.values is not None or not shape or self.file.maps(self.name):
             return None
@@ -72,7 +73,7 @@ class LazyTensor(torch.Tensor):
     """A tensor of a file, on the CPU. Behaves as a plain tensor; `release()` drops its values."""
 
     _held: _Held
-    _own: torch.Tensor | None = None  # this object's view of the values, with a `requires_grad` of its own
+    _own: torch.Tensor | None = None  # this object's view of the values, with its own `requires_grad`
 
     @classmethod
     def __torch_function__(
@@ -138,7 +139,7 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | Non
 
 
 def _unwrap_lazy(value: Any) -> Any:
-    """`value` with plain tensors instead of lazy ones, also inside lists, tuples and dicts."""
+    """`value` with lazy tensors replaced by plain ones, also inside lists, tuples and dicts."""
     if type(value) is LazyTensor:
         return value.values()
     if isinstance(value, (list, tuple, dict)):

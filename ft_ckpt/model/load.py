@@ -67,7 +67,7 @@ class _LoadOptions:
     trust_remote_code: bool
     verify: bool
     mapped: bool | str
-    device: torch.device | None  # the accelerator that tensors are read to directly; None for the host
+    device: torch.device | None  # accelerator that tensors are read to directly; None: the host
 
 
 def load_model(
@@ -91,31 +91,31 @@ def load_model(
     `path` is a checkpoint or the folder of one of its parts; `part` also selects one by name. A checkpoint of several
     attributes gives a dict by name; parameters that they shared are shared again.
 
-    `mapped`: files are mapped, not copied, where the model keeps tensors as they are stored. A weight is copied when it
+    `mapped`: files are mapped, not copied, if the model keeps tensors as they are stored. A weight is copied when it
     is first written, unused weights are not read, and the processes of a machine share one copy. "auto" reads a large
-    file into memory instead if most of it is not in the page cache, half of the free memory holds it and no other
-    process of the launch is on this machine: around the page cache, at the disk's rate, while the model is made. True
-    maps all files, False reads all. With an accelerator as `device`, tensors are read to it directly, block by block.
-    `base`: the model for an adapter, as module, folder or id; default is the id that it was trained on. Its sampled
-    weights are compared unless `check_base` is False. A base that is a checkpoint of ours is compared with its manifest
-    as `path` is.
+    file into memory instead if most of it is not in the page cache, it fits in half of the free memory, and no other
+    process of the launch is on this machine. The read bypasses the page cache and overlaps with building the model.
+    True maps all files, False reads all. With an accelerator as `device`, tensors are read to it directly, in blocks.
+    `base`: the base model of an adapter, as module, folder or id; default is the id that it was trained on. Its sampled
+    weights are compared unless `check_base` is False. A base that is a checkpoint of ours is compared with its
+    manifest, like `path`.
     `into`: your module, wrapped or not, to load a single part into. Its memory is filled block by block, so a failed
-    load may leave part of the values. A model that transformers converts (fused experts) is loaded beside it first.
+    load may leave part of the values. A model that transformers converts (fused experts) is first loaded separately.
     `classes`: classes of plain modules by name, in addition to those already imported. `trust_remote_code`: run model
-    code that lies in the checkpoint or with the base, as in transformers. `verify`: compare the digests of all files
-    before they are used; digests of files below 1 MB and all sizes and headers are always compared.
-    `require_signature`: check the signature of the checkpoint first, see `verify(signed_by=)`; that of a base is not.
+    code in the checkpoint or with the base, as in transformers. `verify`: compare the digests of all files before they
+    are used; digests of files below 1 MB and all sizes and headers are always compared.
+    `require_signature`: check the signature of the checkpoint first, see `verify(signed_by=)`; not that of a base.
     `with_report`: return (model, LoadReport).
 
-    All files are opened at one moment, so a save that replaces the checkpoint meanwhile changes nothing. Raises
+    All files are opened at once, so a save that replaces the checkpoint meanwhile has no effect. Raises
     NotACheckpointError; CorruptError when files differ from the manifest or its signature; LoadError naming every
-    missing, unexpected or reshaped tensor unless `strict` is False, or saying why no model can be made;
+    missing, unexpected or reshaped tensor unless `strict` is False, or the reason why no model can be built;
     BaseMismatchError for another base.
     """
     if mapped not in (True, False, "auto"):
         raise LoadError(f"mapped={mapped!r}: expected True, False or 'auto'")
     is_host = device is None or torch.device(device).type in ("cpu", "meta")
-    read_to = None if is_host else torch.empty(0, device=device).device  # with its index: threads have their own
+    read_to = None if is_host else torch.empty(0, device=device).device  # with its index, which differs by thread
     options = _LoadOptions(base, into, classes or {}, strict, check_base, trust_remote_code, verify, mapped, read_to)
     root, wanted = _find_checkpoint(open_place(path), part)
     with open_checkpoint(Place(root), compares=False) as held, _explain_errors(root):
@@ -136,7 +136,7 @@ def load_model(
 
 
 def _find_checkpoint(place: Place, part: str | None) -> tuple[Store, str | None]:
-    """The root of the checkpoint that `place` is, or is a part of, and the part to load; None for all parts."""
+    """The root of the checkpoint at or around `place`, and the part to load; None for all parts."""
     found = checkpoint_around(place)
     if found is None:
         raise NotACheckpointError(why_no_checkpoint(place.folder))
@@ -154,7 +154,7 @@ def _refuse_unsigned(held: OpenCheckpoint, required: SignedBy | None) -> None:
 
 
 def _refuse_damaged(held: OpenCheckpoint, groups: Mapping[str, list[PartRecord]], options: _LoadOptions) -> None:
-    """Raise CorruptError if files differ from the manifest. The files with the weights to load stay open."""
+    """Raise CorruptError if files differ from the manifest. The load reuses weight files that were read for this."""
     names = [name for records in groups.values() for record in records for name in weight_names(record)]
     reads_alone = options.mapped is not True and readers_here() == 1
     if problems := held.find_problems(deep=options.verify, keep=names, own=reads_alone):
@@ -163,7 +163,7 @@ def _refuse_damaged(held: OpenCheckpoint, groups: Mapping[str, list[PartRecord]]
 
 @contextmanager
 def _explain_errors(root: Store) -> Iterator[None]:
-    """Raise a LoadError for errors of libraries, which the files cause, except when memory runs out."""
+    """Raise LoadError for errors of libraries, which invalid files cause; out-of-memory errors pass unchanged."""
     try:
         yield
     except (CheckpointError, MemoryError, torch.OutOfMemoryError):
@@ -174,9 +174,9 @@ def _explain_errors(root: Store) -> Iterator[None]:
 
 
 def _group_records(held: OpenCheckpoint, wanted: str | None, into: nn.Module | None) -> dict[str, list[PartRecord]]:
-    """Part records grouped by model: a model and its adapters are one group. Only the group or part `wanted`, if any.
+    """Part records grouped by model: a model and its adapters are one group. `wanted`: only this group or part.
 
-    The training state belongs to no group. Raises LoadError where there is none, or more than one for `into`.
+    The training state is in no group. Raises LoadError if there is no group, or more than one for `into`.
     """
     groups = _find_groups(held, wanted)
     if not groups:
@@ -246,7 +246,7 @@ def _load_pretrained(held: OpenCheckpoint, record: PartRecord, options: _LoadOpt
     store = held.store
     config, cls = checked_config(store, record), model_class(record.class_name)
     with limit_parameters(most_parameters(record), "config.json"):
-        # Quantised models and models with code of their own are made by transformers.
+        # transformers builds quantised models and models with custom code.
         if cls is not None and not options.trust_remote_code and config.get("quantization_config") is None:
             with fetching_weights(store, weight_names(record), options.mapped, options.device) as tensors:
                 model = empty_model(cls, held, record)
@@ -261,9 +261,9 @@ def _load_pretrained(held: OpenCheckpoint, record: PartRecord, options: _LoadOpt
 def _through_transformers(
     cls: Any, held: OpenCheckpoint, record: PartRecord, options: _LoadOptions
 ) -> tuple[nn.Module, LoadReport]:
-    """Let transformers load a model whose tensors it converts, and apply the same strictness to its loading info.
+    """Let transformers load a model, and check its loading info as strictly as other loads.
 
-    Transformers loads parameters and buffers. Further entries of the state dict are restored here, by each module.
+    transformers loads parameters and buffers. Other entries of the state dict are restored here, by their modules.
     """
     is_quantised = checked_config(held.store, record).get("quantization_config") is not None
     extra = extra_beside(held.store, record)
@@ -304,7 +304,7 @@ def _by_transformers(cls: Any, held: OpenCheckpoint, record: PartRecord, options
         if format_named(record.format).read_by_transformers:
             held.free_memory()
             model, info = cls.from_pretrained(folder, dtype="auto", local_files_only=True, **asked)
-        else:  # transformers cannot open the format, so it gets the tensors
+        else:  # transformers cannot read the format, so pass it the tensors
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
             tensors = read_weights(held.store, weight_names(record), options.mapped)[0]
             model, info = cls.from_pretrained(None, config=config, state_dict=tensors, dtype=config.dtype, **asked)
@@ -313,7 +313,7 @@ def _by_transformers(cls: Any, held: OpenCheckpoint, record: PartRecord, options
 
 
 def _copy_into(into: nn.Module, held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> LoadReport:
-    """Overwrite the tensors of `into`. A model that transformers converts is loaded beside it first."""
+    """Overwrite the tensors of `into`. A model that transformers converts is first loaded separately."""
     if record.kind == "model" and is_converted(into):
         loaded, report = _load_pretrained(held, record, replace(options, into=None, device=None))
         tensors = {name: value for name, value in loaded.state_dict().items() if isinstance(value, torch.Tensor)}

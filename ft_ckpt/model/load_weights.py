@@ -1,4 +1,4 @@
-"""Opens the files of stored weights and puts their tensors into a module, strictly."""
+"""Opens weight files and loads their tensors into a module, strictly."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -44,15 +44,15 @@ def weight_names(record: PartRecord) -> list[str]:
 def fetching_weights(
     store: Store, names: Iterable[str], mapped: bool | str = "auto", device: torch.device | None = None
 ) -> Iterator[Callable[[], Weights]]:
-    """Fetch the tensors of weight files in a thread; the block gets a function that waits for them.
+    """Read the tensors of weight files in a thread; yields a function that waits for them.
 
-    With a `device` the tensors are read onto it. The reading ends with the block. Raises CorruptError for a file with a
-    damaged table.
+    `device`: the tensors are read onto it. Leaving the block ends the read. Raises CorruptError for a file with a
+    damaged index.
     """
     opened = open_weights(store, names)
     with ThreadPoolExecutor(1, "ft_ckpt-supply") as pool, ExitStack() as stack:
         for file in opened:
-            stack.callback(file.close)  # which ends the reading
+            stack.callback(file.close)  # which ends the read
         yield pool.submit(_read_files, opened, mapped, device).result
 
 
@@ -81,7 +81,7 @@ def _read_files(files: Iterable[IndexedFile], mapped: bool | str, device: torch.
 
 
 def open_weights(store: Store, names: Iterable[str]) -> list[IndexedFile]:
-    """The open weight files. Raises CorruptError for one with a damaged table."""
+    """Open weight files. Raises CorruptError for a file with a damaged index."""
     return [checkpoint_format_of(name).open_file(store.open(name)) for name in names]
 
 
@@ -96,7 +96,7 @@ def extra_beside(store: Store, record: PartRecord) -> dict[str, Any]:
 
 
 def beside_weights(record: PartRecord, file: str) -> str:
-    """The name in the checkpoint of a file in the folder of a part."""
+    """The path, in the checkpoint, of a file in the folder of a part."""
     return f"{record.path}/{file}".lstrip("/")
 
 
@@ -116,11 +116,11 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     """Names in the files and not in the model."""
     reshaped: tuple[str, ...] = ()
-    """Names of tensors with another shape in the model."""
+    """Names of tensors whose shape in the model differs, with both shapes where known."""
     tensors: int = 0
     """Number of tensors that were loaded."""
     zero_copy: bool = False
-    """Whether the parameters are the mapped files, copied only when they are written to."""
+    """Whether the parameters are mapped files (copy-on-write)."""
     notes: tuple[str, ...] = ()
     """Decisions of the load that affect the model."""
 
@@ -131,7 +131,7 @@ class _Comparison:
 
     report: LoadReport
     tensors: ModelTensors
-    live: Mapping[str, tuple[int, ...] | None]  # shapes of the module's tensors; None for further entries
+    live: Mapping[str, tuple[int, ...] | None]  # shapes of the module's tensors; None for other entries
     fitting: tuple[str, ...]  # names of stored tensors that fit the module
     extra: Mapping[str, Any]  # non-tensor values that fit the module
 
@@ -167,12 +167,12 @@ def put_tensors(
 def fill_module(
     module: nn.Module, record: PartRecord, files: Iterable[TensorFile], store: Store, strict: bool
 ) -> LoadReport:
-    """Overwrite the parameters and buffers of `module` with the stored values, cast to their types.
+    """Overwrite the parameters and buffers of `module` with the stored values, cast to their dtypes.
 
-    Each rank reads its part directly into the module's memory, a few blocks at a time. Tensors of modules that override
-    loading are read first and loaded afterwards. Raises LoadError naming every tensor that does not fit, if `strict`,
-    that has no memory, or that its engine would overwrite; CorruptError for a damaged file, which leaves the module
-    with a part of the values.
+    Each rank reads its shard directly into the module's memory, a few blocks at a time. Tensors of modules that
+    override loading are read into temporary tensors and then loaded. Raises LoadError naming every tensor that does not
+    fit (if `strict`), is on the meta device, or would be overwritten by its engine; CorruptError for a damaged file,
+    after which the module may have part of the values.
     """
     stored = _with_aliases(record, {name: (file, name) for file in files for name in file.specs})
     shapes = {name: file.specs[own].shape for name, (file, own) in stored.items()}
@@ -196,7 +196,7 @@ def fill_module(
 
 
 def _with_aliases(record: PartRecord, stored: Mapping[str, _OneStored]) -> dict[str, _OneStored]:
-    """The stored tensors by name, including the further names of tied ones."""
+    """The stored tensors by name, including the aliases of tied tensors."""
     found = dict(stored)
     for kept, *aliases in record.ties:
         found |= {alias: found[kept] for alias in aliases if kept in found and alias not in found}
@@ -228,7 +228,7 @@ def _compare_stored(
 
 
 def _direct_targets(tensors: ModelTensors) -> dict[str, Source]:
-    """The tensors whose memory can be overwritten without calling their modules, including all in engines."""
+    """The tensors that can be overwritten in place, without calling their modules; in engines, all but opaque ones."""
     modules = walk_modules(tensors.chain[-1])
     overriding = tuple(f"{path}." if path else "" for path, _, module in modules if not _loads_plainly(module))
     found = {}
@@ -260,7 +260,7 @@ def _refuse_meta(found: _Comparison) -> None:
 
 
 def _refuse_masters(found: _Comparison) -> None:
-    """Raise LoadError if the optimizer of an engine keeps a copy of the weights."""
+    """Raise LoadError if an engine's optimizer keeps its own copy of the weights and would overwrite them."""
     parts = [name for name, info in found.tensors.sources(allow_meta=True).items() if info.engine == "zero3"]
     if parts or any(map(keeps_weights, found.tensors.chain)):
         names = listing(parts, ", ") or "the model"
@@ -273,7 +273,7 @@ def _refuse_masters(found: _Comparison) -> None:
 def _restore_added(found: _Comparison, values: Mapping[str, Any], strict: bool) -> None:
     added = {name for name, shape in found.live.items() if shape is None}
     if strict and added:
-        loaded = ModelTensors(found.module)  # loading may have put other tensors in place
+        loaded = ModelTensors(found.module)  # loading may have replaced tensors
         loaded.restore_added({name: value for name, value in values.items() if name in added})
 
 
@@ -290,7 +290,7 @@ def refuse_differences(report: LoadReport, strict: bool) -> None:
 
 
 def share_again(manifest: Manifest, models: Mapping[str, nn.Module]) -> None:
-    """Make parameters that parts shared when they were saved one parameter again, under all their names."""
+    """Share parameters again that parts shared when they were saved."""
     chosen: dict[str, dict[int, Tensor]] = {}  # part -> id of a tensor -> its replacement
     for group in manifest.shared:
         members = [member.partition(":")[::2] for member in group]

@@ -1,7 +1,7 @@
 """Merges adapters into their base: one layer at a time, on a copy, by PEFT's own merge.
 
-A merged layer is a conversion group (`entries.Group`): its sources are the base's tensors and the adapters', its
-products the tensors of the plain layer, computed in float32 and rounded once to the type that is stored.
+A merged layer is a conversion group (`entries.Group`): its inputs are the tensors of the base and the adapters, its
+outputs those of the plain layer, computed in at least float32 and rounded once to the stored dtype.
 """
 
 import copy
@@ -29,14 +29,14 @@ from ft_ckpt.model.entries import Entry, Group, MergeChoice, Part
 from ft_ckpt.model.selection import View, model_part
 
 _TORCH_FIELDS = frozenset(vars(nn.Module()))
-Owned = Callable[[nn.Module], Mapping[str, Tensor]]  # replacements for the tensors of a module, by name
+Owned = Callable[[nn.Module], Mapping[str, Tensor]]  # replacements for a module's own tensors, by name
 
 
 def copy_layer(module: nn.Module, owned: Owned, made: dict[int, nn.Module] | None = None) -> nn.Module:
     """A copy of `module` and of all modules that it refers to, in eval mode, with the tensors that `owned` returns.
 
-    Other tensors are shared, on the host. `made`: the copies by id of the original, so that a module that occurs twice
-    is copied once.
+    Other tensors are shared if they are on the host or meta, else copied to the host. `made`: copies by id of the
+    original, so that a module that occurs twice is copied once.
     """
     made = {} if made is None else made
     module = unwrap(module)
@@ -54,7 +54,7 @@ def copy_layer(module: nn.Module, owned: Owned, made: dict[int, nn.Module] | Non
         twin._modules[name] = None if child is None else copy_layer(child, owned, made)
     for name in dict.fromkeys([*module._parameters, *(name for name in given if name not in module._buffers)]):
         tensor: Any = given.get(name, module._parameters.get(name))
-        is_placeholder = isinstance(tensor, nn.Parameter) and tensor.is_meta  # which keeps its identity
+        is_placeholder = isinstance(tensor, nn.Parameter) and tensor.is_meta  # `_merge_copy` finds it by identity
         if tensor is not None and not is_placeholder:
             tensor = nn.Parameter(_on_host(tensor), requires_grad=False)
         twin._parameters[name] = tensor
@@ -82,7 +82,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type to compute in: at least float32 for floating-point and complex numbers; other types are unchanged."""
+    """The dtype to compute in: at least float32 for floating-point and complex numbers; other dtypes are unchanged."""
     is_number = dtype.is_floating_point or dtype.is_complex
     return torch.promote_types(dtype, torch.float32) if is_number else dtype
 
@@ -92,26 +92,26 @@ _PEFT = str(Path(peft.__file__).parent)
 
 @dataclass(frozen=True, eq=False)
 class AdaptedLayer:
-    """A layer with adapters on it, without its tensors."""
+    """A layer with adapters, as a copy on the meta device, and the sources of its tensors."""
 
     path: str  # in the model with adapters
-    base_path: str  # in the model without
+    base_path: str  # in the base model
     twin: nn.Module  # a copy with its tensors on the meta device
-    holders: Mapping[int, Tensor]  # the tensors of `twin`, by key
+    holders: Mapping[int, Tensor]  # the tensors of `twin`, by key of their source
     shares: Mapping[str, float | None]  # weight by adapter to merge; None: PEFT merges them one after the other
-    base: Mapping[str, Source]  # the tensors of the base layer, by name below `base_path`
-    sources: tuple[Source, ...]  # all tensors that merging needs, once each
+    base: Mapping[str, Source]  # the tensors of the base layer, by name relative to `base_path`
+    sources: tuple[Source, ...]  # all tensors that merging needs, each once
 
 
 def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> list[AdaptedLayer]:
-    """The outermost layers of the model in `view` into which some of the adapters `names` are to be merged."""
+    """The outermost layers of the model in `view` that any of the adapters `names` is merged into."""
     modules: dict[str, nn.Module] = {}
     for path, _, module in walk_modules(view.module):
         modules[path] = unwrap(module)  # a wrapper and its module have the same path
     own: dict[int, dict[str, Source]] = {}
     for name, info in view.sources.items():
         path, _, last = name.rpartition(".")
-        if path in modules:  # unlike entries that hooks add to state dicts
+        if path in modules:  # not for entries that hooks add to state dicts
             own.setdefault(id(modules[path]), {})[last] = info
     base, found = dict(base_sources(view)), []
     weights = dict(zip(names, choice.weights, strict=True)) if choice.weights else {}
@@ -130,7 +130,7 @@ def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> lis
 
 
 class _Holders:
-    """Replaces the tensors of a layer's modules by ones on the meta device, and records which tensors it needs."""
+    """Replaces the tensors of a layer's modules by meta tensors, and records which sources the layer needs."""
 
     def __init__(self, own: Mapping[int, Mapping[str, Source]], others: set[str]) -> None:
         self.own, self.others = own, others  # by id of the module; names of adapters that are left out
@@ -168,7 +168,7 @@ def _nested_layers(layer: Any) -> list[Any]:
 
 
 def _adapters_on(layer: Any, names: Sequence[str] | None) -> list[str]:
-    """The adapters in `names` that are on the layer; with None the active ones."""
+    """The adapters in `names` that are on the layer; None: its active adapters."""
     found: dict[str, None] = {}
     for tuner in _nested_layers(layer):
         on_layer = tuner._get_available_adapters()
@@ -190,7 +190,7 @@ def refuse_quantised(base: Any) -> None:
 
 
 def refuse_unmergeable(view: View, names: Sequence[str], layers: Sequence[AdaptedLayer]) -> None:
-    """Raise SelectionError naming every reason why the adapters `names` cannot be merged."""
+    """Raise SelectionError naming the reasons why the adapters `names` cannot be merged."""
     problems = [f"adapter {name}: {why}" for name in names if (why := _why_not(view.module.peft_config[name]))]
     problems += [f"{layer.path}: {why}" for layer in layers if (why := _why_layer_not(layer))]
     problems = problems or _unused_tensors(view, names, layers)
@@ -244,10 +244,10 @@ def _unused_tensors(view: View, names: Sequence[str], layers: Sequence[AdaptedLa
 
 
 def merge_layer(layer: AdaptedLayer, tensors: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the plain layer, by name below it, at least float32. The given `tensors`, by key, may be modified.
+    """The tensors of the plain layer, by name in it, at least float32.
 
-    Missing ones are on the meta device. With weights, each adapter is merged by itself, and the differences from the
-    base are added up.
+    `tensors`, by key of their source, may be modified. Missing tensors are on the meta device. With weights, each
+    adapter is merged alone, and the weighted differences from the base are summed.
     """
     wide = {key: tensor.to(wide_dtype(tensor.dtype)) for key, tensor in tensors.items()}
     if None in layer.shares.values():
@@ -292,12 +292,12 @@ def _merge_by_peft(twin: Any, adapters: list[str]) -> nn.Module:
     return plain
 
 
-_new_keys = count(1 << 40)  # of computed tensors: above the keys of all live tensors
+_new_keys = count(1 << 40)  # keys of computed tensors; keys of live tensors are object ids or negative
 
 
 @dataclass(frozen=True, eq=False)
 class _BasePlan:
-    """The merged base, and the origin of each tensor that has a new key."""
+    """The merged base, and the origins of the tensors with new keys."""
 
     view: View
     made: dict[int, tuple[AdaptedLayer, str]] = field(default_factory=dict)  # (layer, tensor name in it), if merged
@@ -306,10 +306,11 @@ class _BasePlan:
 
 
 def merged_part(view: View, path: str, dtype: str, choice: MergeChoice) -> Part:
-    """The part for the base of `view` with its adapters merged into it, as the live model computes with them.
+    """The part for the base of `view` with its adapters merged into it.
 
-    A tied tensor that an adapter changes in one of its places is stored once for each place. Raises NotAnAdapterError
-    where there are no adapters, SelectionError naming all that cannot be merged.
+    By default the active adapters are merged, as the live model applies them. A tied tensor that an adapter changes
+    under one of its names only is stored once for each name. Raises NotAnAdapterError without adapters, SelectionError
+    when an adapter is unknown or cannot be merged, or none is active.
     """
     if not has_adapters(view.module):
         raise NotAnAdapterError(
@@ -342,7 +343,7 @@ def _chosen_adapters(view: View, choice: MergeChoice) -> list[str]:
 
 
 def _plan_base(base: View, layers: Sequence[AdaptedLayer]) -> _BasePlan:
-    """The base with new keys for the merged tensors and for tensors tied to them."""
+    """Plan the merged base: new keys for merged tensors and tensors tied to them."""
     places = {f"{layer.base_path}.{name}": (layer, name) for layer in layers for name in layer.base}
     plan, sources, split = _BasePlan(base), dict(base.sources), []
     tied: dict[int, list[str]] = {}
@@ -365,7 +366,7 @@ def _plan_base(base: View, layers: Sequence[AdaptedLayer]) -> _BasePlan:
 
 
 def _kind_of_merge(place: tuple[AdaptedLayer, str] | None) -> Any:
-    """A value that is equal for tied tensors that stay equal when merged; None if that is unknown."""
+    """A value that is equal for tied tensors that stay equal when merged; None for a tensor that is not merged."""
     if place is None or not isinstance(place[0].twin, (AuxiliaryTrainingWrapper, TrainableTokensLayer)):
         return place and (id(place[0]), place[1])
     layer, name = place
@@ -383,7 +384,7 @@ def _untied_model(module: Any) -> Any:
 
 
 def _merged_entries(entries: Sequence[Entry], plan: _BasePlan) -> tuple[Entry, ...]:
-    """The entries; those of merged tensors have the groups that compute them."""
+    """The entries, with groups that compute the merged tensors."""
     units: dict[Any, list[Entry]] = {}
     for entry in entries:
         if (unit := _unit_of(entry, plan)) is not None:
@@ -401,7 +402,7 @@ def _merged_entries(entries: Sequence[Entry], plan: _BasePlan) -> tuple[Entry, .
 
 
 def _unit_of(entry: Entry, plan: _BasePlan) -> Any:
-    """The conversion or layer that computes the entry; None for a stored tensor."""
+    """The conversion or layer that computes the entry; None if merging does not change it."""
     if entry.group is not None:
         is_changed = any(source.key in plan.made or source.key in plan.moved for source in entry.group.sources)
         return entry.group if is_changed else None
@@ -409,7 +410,7 @@ def _unit_of(entry: Entry, plan: _BasePlan) -> Any:
 
 
 def _merging_group(entries: Sequence[Entry], plan: _BasePlan) -> Group:
-    """The group for `entries` of one conversion or layer, with merging before the conversion."""
+    """The group that computes `entries` of one conversion or layer: it merges, then converts."""
     inner, dtypes = entries[0].group, {entry.name: entry.dtype for entry in entries}
     wanted = [source for source in (inner.sources if inner else (e.source for e in entries)) if source is not None]
     layers = {id(made[0]): made[0] for source in wanted if (made := plan.made.get(source.key)) is not None}
@@ -438,11 +439,11 @@ def _merging_group(entries: Sequence[Entry], plan: _BasePlan) -> Group:
 
 
 def _rounded(name: str, merged: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in the stored type. Raises IncompleteError for NaN and infinity."""
+    """The tensor in the stored dtype. Raises IncompleteError for NaN and infinity."""
     rounded = merged.detach().to(dtype).contiguous()
     if rounded.device.type == "meta":
         raise IncompleteError(f"{name}: merging needs a tensor that is missing; nothing is committed")
-    # NaN and infinity show in the sum, at a tenth of the cost of a full check; float16 may overflow in rounding.
+    # The sum shows NaN and infinity at a tenth of the cost of a full check; rounding to float16 may overflow.
     probe = rounded if dtype == torch.float16 else merged.detach().sum()
     if not bool(torch.isfinite(probe).all()) and not bool(torch.isfinite(rounded).all()):
         raise IncompleteError(

@@ -41,15 +41,15 @@ def save(
     compression: str | None = None,
     shuffle: str | None = "bit",
 ) -> None:
-    """Save `obj` to the file `path`, or the object at a URL, durably; on an error the previous file stays.
+    """Save `obj` to the file `path` or the object at a URL, durably; after an error the previous file is unchanged.
 
     `obj` is any nesting of dicts, lists, tuples, numbers, strings, bytes, numpy arrays and tensors. `format` is "h5",
-    "dual", "safetensors" or "torch"; by default the suffix of `path` decides. `native_floats` gives bfloat16 in HDF5
-    files a type whose values every reader shows. `compression`: "zstd", "lz4", "blosc2" or "gzip", for HDF5 files only;
-    it needs about twice the final space while it runs. `shuffle`: "bit", "byte" or None, the filter before the
+    "dual", "safetensors" or "torch"; by default the suffix of `path` decides. `native_floats` stores bfloat16 in HDF5
+    files as a type that every reader understands. `compression`: "zstd", "lz4", "blosc2" or "gzip", for HDF5 files
+    only; it temporarily needs about twice the final space. `shuffle`: "bit", "byte" or None, the filter before the
     compression; gzip always shuffles bytes.
 
-    Raises SelectionError naming the place inside `obj` of a value that cannot be stored, ConfigError for unknown
+    Raises SelectionError naming the path inside `obj` of a value that cannot be stored, ConfigError for unknown
     settings, TargetError when `path` cannot be written, NoSpaceError when the disk is full.
     """
     target = object_target(path)
@@ -73,7 +73,7 @@ def save(
 
 
 def compress_file(place: Place, compression: str, shuffle: str | None = "bit") -> None:
-    """Replace an HDF5 file of ours by a compressed one with the same contents. Raises what `save` raises."""
+    """Replace an HDF5 file of ours by a compressed one with the same contents. Raises what `load` and `save` raise."""
     known = format_by_suffix(str(place)).name
     save(load(place, format=known), place, known, compression=compression, shuffle=shuffle)
 
@@ -86,14 +86,14 @@ def load(
     mapped: bool = True,
     verify: bool = False,
 ) -> Any:
-    """The object in the file `path`. Without `map_location` its tensors are read at their first use.
+    """Load the object in the file `path`. Without `map_location`, tensors are read at their first use.
 
     `map_location` gives plain tensors on that device; on the CPU large ones are mapped. `mapped=False` copies values
     instead of mapping them. `verify` compares digests: for HDF5 files of ours when a tensor is read, for other files at
     once, with the manifest beside the file or the checksums in a torch file. `format` is detected from the content.
 
     Raises CorruptError for a file that is damaged, incomplete or would run code, FileNotFoundError when it is absent,
-    ConfigError when there are no digests to verify with, or for a device that is not available.
+    ConfigError when `verify` finds no digests, or for a device that is not available.
     """
     place = open_place(path)
     _refuse_device(map_location)
@@ -110,7 +110,7 @@ def load(
             return _restore_object(file, None)
         device = torch.device(map_location)
         if not (file.readers or is_accelerator(device) or (mapped and file.raw.can_map)):
-            file.raw.read_in()  # by several threads, into memory nothing has touched
+            file.raw.read_in()  # by several threads, into memory with no pages allocated yet
         return _restore_object(file, device)
 
 
@@ -125,7 +125,7 @@ def _refuse_device(map_location: str | torch.device | None) -> None:
 
 
 def _check_listed(source: Readable, place: Place) -> None:
-    """Compare a file that has no digests with the manifest beside it. Raises ConfigError where none lists it."""
+    """Compare a file without digests with the manifest beside it. Raises ConfigError if no manifest lists the file."""
     name, listed = place.basename, listing_manifest(place)
     if listed is None:
         raise ConfigError(
@@ -137,7 +137,7 @@ def _check_listed(source: Readable, place: Place) -> None:
 
 
 def _object_format(name: str) -> TensorFormat:
-    """The format `name`. Raises ConfigError when it is unknown or holds no objects."""
+    """The format `name`. Raises ConfigError when it is unknown or cannot store objects."""
     names = [known.name for known in tensor_formats() if known.serves_objects]
     if name not in names:
         raise ConfigError(f"format {name!r}: expected one of {', '.join(names)}")
@@ -181,7 +181,7 @@ def _leaf_regions(start: int, spec: Spec, leaf: Leaf) -> Iterator[Region]:
 
 
 def _save_compressed(obj: Any, stage: Place, native_floats: bool, codec: Codec) -> None:
-    """Compress into an unnamed spool file, in the target's folder if that is on a disk, then write the target."""
+    """Compress into an unnamed spool file (in the target's folder if it is local), then write the target."""
     root, leaves = flatten(obj, cerebras.DTYPES)
     specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
     arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
@@ -215,7 +215,7 @@ def _leaf_memory(leaf: Leaf) -> tuple[int, Any]:
     tensor = source.values() if isinstance(source, LazyTensor) else source
     tensor = _plain_values(tensor).cpu().contiguous()
     if fresh:
-        source.release()  # converting a large file must not hold it all
+        source.release()  # so that converting a large file does not keep all of it in memory
     return tensor.data_ptr(), tensor
 
 

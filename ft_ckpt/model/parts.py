@@ -1,4 +1,4 @@
-"""Turns a request into parts, one for each loadable folder."""
+"""Turns a save request into parts, one for each loadable folder."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,19 +17,19 @@ Attribute = str | Sequence[str] | None
 
 
 def model_inside(model: nn.Module) -> nn.Module:
-    """The model inside torch's AveragedModel (EMA, SWA); any other model itself.
+    """The model inside torch's AveragedModel (EMA, SWA); any other model is returned unchanged.
 
-    The number of averages belongs to the run, which stores it if the AveragedModel is registered.
+    The number of averages is run state, saved if the AveragedModel is registered.
     """
     inside = model.module if isinstance(model, AveragedModel) else model
     return inside if isinstance(inside, nn.Module) else model
 
 
 def is_of_adapters(model: nn.Module, adapter_only: bool | None, attribute: Attribute) -> bool:
-    """Whether a save stores the adapters alone; False for a model without adapters.
+    """Whether a save stores the adapters alone: `adapter_only`, or False for a model without adapters.
 
-    Raises SelectionError for a model with adapters if `adapter_only` is None, because other readers take a folder with
-    the base for the trained model.
+    Raises SelectionError for a model with adapters if `adapter_only` is None, because other readers would load only the
+    base from a folder with both.
     """
     if adapter_only is not None:
         return adapter_only
@@ -54,16 +54,16 @@ def parts_of(
     extra: Mapping[str, Any] | None = None,
     merged: MergeChoice | None = None,
 ) -> list[Part]:
-    """The parts of a save. A single attribute goes to the checkpoint's own folder, a list to a folder each.
+    """The parts of a save. A single attribute is stored in the checkpoint's root, each of a list in its own folder.
 
     `extra`: non-tensor values of the model's state dict; `merged`: adapters to merge into the base. Raises
-    SelectionError or a subclass if the model lacks what was requested, IncompleteError naming tensors that
-    would be left out without a rule.
+    SelectionError or a subclass if the request does not fit the model, IncompleteError naming tensors that no part
+    stores and no rule omits.
     """
     if attribute is None or isinstance(attribute, str):
         whole = view_of(model, found, attribute or "", extra)
         if merged is not None:
-            from ft_ckpt.model.merge import merged_part  # here: it needs PEFT, which is slow to import
+            from ft_ckpt.model.merge import merged_part  # here, because it imports PEFT, which is slow
 
             return _refuse_missing([merged_part(whole, "", dtype, merged)], [whole], adapter_only)
         return _refuse_missing(_parts_of_view(whole, attribute or "", "", adapter_only, dtype), [whole], adapter_only)
@@ -76,7 +76,7 @@ def parts_of(
         )
     parts = [
         part
-        for name, view in views.items()  # beside an adapter a plain attribute, such as a value head, is saved in full
+        for name, view in views.items()  # an attribute without adapters, such as a value head, is saved in full
         for part in _parts_of_view(view, name, name, adapter_only and has_adapters(view.module), dtype)
     ]
     return _refuse_missing(parts, views.values(), adapter_only)
@@ -85,7 +85,7 @@ def parts_of(
 def is_adapter_run(model: nn.Module, found: Mapping[str, Source], attribute: str | None = None) -> bool:
     """Whether only adapters are trained, on a base that can be recreated, in the model or its `attribute`.
 
-    `found` are the sources of `model`.
+    `found`: the sources of `model`.
     """
     module: Any = module_at(model, attribute or "")
     if not has_adapters(module) or irreproducible(module.peft_config):
@@ -102,10 +102,10 @@ def kind_of(adapter_only: bool, attribute: Attribute) -> str:
 
 
 def _refuse_missing(parts: list[Part], views: Iterable[View], adapter_only: bool) -> list[Part]:
-    """The `parts`, after a check that they contain every tensor of the `views`.
+    """Check that `parts` store every tensor of `views`, and return them.
 
     Allowed omissions are other names of one parameter, tensors that the class or PEFT recreates, and with
-    `adapter_only` the frozen tensors of the base. Raises IncompleteError naming all others.
+    `adapter_only` the frozen tensors of the base. Raises IncompleteError naming all other missing tensors.
     """
     known = {source.key for part in parts for entry in part.entries for source in entry.sources}
     known |= {source.key for part in parts for source in part.omitted}

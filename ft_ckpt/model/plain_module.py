@@ -1,8 +1,8 @@
-"""Describes a plain `nn.Module` as JSON, and rebuilds it without running a constructor or importing anything.
+"""Describes a plain `nn.Module` as JSON, and rebuilds it without running its constructor or importing its code.
 
 A value head, for example, has no config to rebuild it from. `describe_module` records classes, simple attributes,
-parameter and buffer shapes; `build_module` rebuilds the tree from classes that this process has already imported, with
-parameters on the meta device. The values come from the weights file.
+parameter and buffer shapes; `build_module` rebuilds the tree from classes that this process has already imported, or
+that are part of transformers, with parameters on the meta device. The values come from the weights file.
 """
 
 import base64
@@ -22,12 +22,12 @@ from ft_ckpt.formats.pytree import decode_value, encode_value, imported_module
 from ft_ckpt.messages import warn
 from ft_ckpt.model.settings import MODULE_NAME
 
-DESCRIPTION_FORMAT = 1  # raised when an older reader could misread a newer description
+DESCRIPTION_FORMAT = 1  # incremented when an older reader could misread a newer description
 
 Shapes = Mapping[str, Sequence[int]]
 
 _INTERNAL = frozenset(vars(nn.Module())) | {name for name in dir(nn.Module) if name.startswith("_")}
-_CONVERSIONS = frozenset({"type", "float", "half", "double", "cpu", "cuda"})  # methods that users' attributes shadow
+_CONVERSIONS = frozenset({"type", "float", "half", "double", "cpu", "cuda"})  # methods that user attributes may shadow
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _MAX_BUFFER_BYTES = 16 << 20  # a non-persistent buffer larger than this is described by its shape only
 
@@ -39,24 +39,24 @@ def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def module_text(module: nn.Module, shapes: Shapes | None = None) -> str:
     """The text of `module.json`; arguments as for `describe_module`."""
-    return json.dumps(describe_module(module, shapes)) + "\n"  # no indent: that is Python code and ten times slower
+    return json.dumps(describe_module(module, shapes)) + "\n"  # indent would use the Python encoder, ten times slower
 
 
 def describe_module(module: nn.Module, shapes: Shapes | None = None) -> dict[str, Any]:
-    """A JSON tree from which `build_module` makes an equal module.
+    """A JSON tree from which `build_module` builds an equal module.
 
-    `shapes`: global shapes by clean parameter name, for engines with flat shards (FSDP1). Without it the shape is the
-    parameter's, `ds_shape` under ZeRO-3.
+    `shapes`: global shapes by canonical parameter name, for engines with flat shards (FSDP1). By default the shapes are
+    those of the parameters (`ds_shape` under ZeRO-3).
     """
     return {"format": DESCRIPTION_FORMAT, **_ModuleDescriber(shapes or {}).describe_node(module, "")}
 
 
 def build_module(description: Mapping[str, Any], classes: Mapping[str, type] | None = None) -> nn.Module:
-    """The module from its description: parameters and persistent buffers on the meta device, in train mode.
+    """Build the module of a description: parameters and persistent buffers on the meta device, in train mode.
 
-    `classes`: "package.module:Class" or "Class" -> class; they take precedence over imported classes. No constructor
-    runs, and only transformers' models are imported. A warning names attributes that could not be recorded. Raises
-    LoadError when a class is not available or no nn.Module, or the description is malformed.
+    `classes`: "package.module:Class" or "Class" -> class; they take precedence over imported classes. No constructor of
+    a class runs, and only modules of transformers are imported. A warning names attributes that were not recorded.
+    Raises LoadError when a class is not available or not an nn.Module, or the description is malformed.
     """
     try:
         version = description["format"]
@@ -77,7 +77,7 @@ class _ModuleDescriber:
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
         self.names: dict[int, str] = {}
-        self.user_class: Callable[[type], type] = cache(user_class)  # many modules have few classes
+        self.user_class: Callable[[type], type] = cache(user_class)  # few classes, many modules
         self.is_method: Callable[[type, str], bool] = cache(_is_method)
 
     def describe_node(self, module: nn.Module, path: str) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class _ModuleDescriber:
         }
 
     def simple_attributes(self, module: nn.Module, cls: type, parameters: set[str]) -> tuple[dict[str, Any], list[str]]:
-        """The attributes that are plain values, and the names of the others."""
+        """The attributes that can be encoded as JSON, and the names of the others."""
         simple: dict[str, Any] = {}
         opaque: list[str] = []
         left_out = _INTERNAL | parameters
@@ -118,7 +118,7 @@ class _ModuleDescriber:
         return simple, opaque
 
     def describe_parameters(self, module: nn.Module, path: str) -> list[dict[str, Any]]:
-        # FSDP1 leaves plain views of its flat parameter where the parameters were
+        # FSDP1 replaces the parameters by plain views of its flat parameter
         views = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
         own: dict[str, torch.Tensor | None] = dict(module._parameters.items())
         own |= {name: view for name, view in views.items() if _join_path(path, name) in self.shapes}
@@ -143,7 +143,7 @@ class _ModuleDescriber:
 
 
 class _ModuleBuilder:
-    """One traversal of a description; keeps modules and tensors by full name, for `same_as`."""
+    """One traversal of a description; records modules and tensors by full name, to resolve `same_as`."""
 
     def __init__(self, classes: Mapping[str, type]) -> None:
         self.classes = classes
@@ -193,13 +193,13 @@ def put_at(module: nn.Module, name: str, value: Any) -> None:
 
 
 def _is_method(cls: type, name: str) -> bool:
-    """Whether the class has a function of that name, which an attribute would shadow."""
+    """Whether the class has a method called `name`, which an attribute would shadow."""
     found = None if name in _CONVERSIONS else inspect.getattr_static(cls, name, None)
     return isinstance(found, (staticmethod, classmethod)) or (callable(found) and not isinstance(found, type))
 
 
 def _refuse_method_names(node: Mapping[str, Any], cls: type, path: str) -> None:
-    """Raise LoadError if a description would change the behaviour of its class and not only its data."""
+    """Raise LoadError if a description would replace methods or internals of its class, or has an invalid name."""
     taken = [name for name in node["attributes"] if name in _INTERNAL or _is_method(cls, name)]
     names = [record["name"] for record in (*node["parameters"], *node["buffers"])]
     names += [name for name, _ in node["children"]]
@@ -210,7 +210,7 @@ def _refuse_method_names(node: Mapping[str, Any], cls: type, path: str) -> None:
 
 
 def _own_hooks(module: nn.Module) -> list[str]:
-    """The kinds of forward hooks that a user has registered on the module: code that changes its output."""
+    """The names of the module's dicts that contain a user's forward hook, which can change its output."""
 
     def is_of_engine(hook: Any) -> bool:
         return is_engine_code(str(getattr(getattr(hook, "func", hook), "__module__", "")))
@@ -219,7 +219,7 @@ def _own_hooks(module: nn.Module) -> list[str]:
 
 
 def _buffer_data(buffer: torch.Tensor | None) -> str | None:
-    """The bytes of a non-persistent buffer, which is in no weights file; None if they are not available."""
+    """A non-persistent buffer, which no weight file stores, in base64; None if too large or not a plain tensor."""
     if buffer is None or type(buffer) is not torch.Tensor or buffer.is_meta or buffer.is_quantized:
         return None
     if buffer.layout is not torch.strided or buffer.numel() * buffer.element_size() > _MAX_BUFFER_BYTES:
@@ -238,7 +238,7 @@ def _buffer_value(record: Mapping[str, Any]) -> torch.Tensor:
     if data is None:
         return torch.empty(record["shape"], dtype=dtype, device="meta")
     raw = bytearray(base64.b64decode(data))
-    if not raw:  # frombuffer refuses to make an empty tensor
+    if not raw:  # frombuffer rejects empty buffers
         return torch.empty(record["shape"], dtype=dtype)
     return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(record["shape"])
 
@@ -256,7 +256,7 @@ def _find_classes(description: Mapping[str, Any], classes: Mapping[str, type]) -
 
 
 def _find_class(name: str, classes: Mapping[str, type]) -> type | str:
-    """The class, or a description of the problem. Reads dictionaries only: getattr on a lazy module would import."""
+    """The class, or a description of the problem. Reads `__dict__` only: getattr on a lazy module would import."""
     module_name, _, qualname = name.partition(":")
     found: Any = classes.get(name, classes.get(qualname))
     if found is None:

@@ -1,4 +1,4 @@
-"""Builds an empty transformers model from its folder: known classes only, bounded by the stored tensors."""
+"""Builds an empty transformers model from its folder: known classes only, size bounded by the stored tensors."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -27,12 +27,12 @@ from ft_ckpt.storage.scratch import local_folder
 from ft_ckpt.storage.store import Store, read_text
 
 _PARAMETERS_A_TENSOR = 16  # a stored tensor may be split, and a parameter may be registered more than once
-_MOST_ELEMENTS = 1 << 27  # of a buffer: a causal mask of 11,000 positions, a table of 100 million
+_MOST_ELEMENTS = 1 << 27  # of a buffer, such as a causal mask of 11,000 positions
 _FACTORIES = frozenset((torch.ones, torch.zeros, torch.full, torch.arange, torch.rand, torch.randn))
 
 
 def model_class(name: str) -> Any:
-    """The model class of that name in transformers; None for any other object."""
+    """The model class `name` of transformers; None if there is none."""
     import transformers
 
     cls = getattr(transformers, name, None) if name.isidentifier() else None
@@ -40,7 +40,7 @@ def model_class(name: str) -> Any:
 
 
 def checked_config(store: Store, record: PartRecord) -> dict[str, Any]:
-    """The contents of config.json after a check of its counts: a model of a billion layers would never be built."""
+    """The contents of config.json. Raises LoadError for absurd counts, such as a billion layers."""
     config: dict[str, Any] = json.loads(read_text(store, beside_weights(record, "config.json")))
     if absurd := absurd_counts(config):
         raise LoadError(
@@ -51,7 +51,7 @@ def checked_config(store: Store, record: PartRecord) -> dict[str, Any]:
 
 
 def empty_model(cls: Any, held: OpenCheckpoint, record: PartRecord) -> Any:
-    """The model without memory for its parameters; None if transformers must convert it."""
+    """The model without memory for its parameters; None if transformers must load it itself."""
     from transformers import AutoConfig
 
     weights = {name.rpartition("/")[2] for name in weight_names(record)}
@@ -61,7 +61,7 @@ def empty_model(cls: Any, held: OpenCheckpoint, record: PartRecord) -> Any:
             model = cls(config)
         names = ModelTensors(model).sources(allow_meta=True)
         if not made_by_class(model).isdisjoint(names):
-            return None  # transformers has their values
+            return None  # transformers computes their values when it loads
         if not stored_as_in_memory(model, names) or any(tensor.name not in names for tensor in record.tensors):
             return None
         add_folder_settings(model, folder)
@@ -80,9 +80,9 @@ def is_converted(model: nn.Module) -> bool:
 def companions_here(
     held: OpenCheckpoint, record: PartRecord, wanted: Callable[[str], bool] = lambda _: True
 ) -> AbstractContextManager[Path]:
-    """The path of a part's folder for libraries, also for a part in a bucket, while the block runs.
+    """In the block, a local path of a part's folder, also of a part in a bucket, for libraries.
 
-    Files in subfolders belong to other parts.
+    Subfolders are not copied, because they belong to other parts.
     """
     return local_folder(Place(held.store, record.path), lambda name: "/" not in name and wanted(name))
 
@@ -97,7 +97,7 @@ def name_origin(model: nn.Module, read_from: Path, held: OpenCheckpoint, record:
 
 
 def add_folder_settings(model: Any, folder: Path) -> None:
-    """Set the generation config and the origin of a model that was made from the config in `folder`."""
+    """Set the generation config and `name_or_path` of a model that was built from the config in `folder`."""
     from transformers import GenerationConfig
 
     if model.can_generate() and LocalStore(folder).stat("generation_config.json") is not None:
@@ -111,7 +111,7 @@ def most_parameters(record: PartRecord) -> int:
 
 
 def class_of_own_code(config: Mapping[str, Any], record: PartRecord) -> Any:
-    """The auto class for a model with code of its own, which transformers runs only with `trust_remote_code`."""
+    """The auto class for a model with custom code, which transformers runs only with `trust_remote_code`."""
     import transformers
 
     if not config.get("auto_map"):
@@ -134,10 +134,10 @@ def without_memory() -> Iterator[None]:
 
 @contextmanager
 def listing_own(record: PartRecord) -> Iterator[None]:
-    """In the block, state dicts of transformers models have parameters and buffers only, in the dtypes of the files.
+    """In the block, state dicts of transformers models have parameters and buffers only, in the stored dtypes.
 
-    The loader of transformers assigns every entry of a state dict as a tensor, and rounds each tensor to the dtype of
-    the config unless the state dict has it in the stored dtype.
+    transformers' loader assigns every entry of a state dict as a tensor, and rounds each tensor to the config's dtype
+    unless the state dict has the stored dtype.
     """
     whole = nn.Module.state_dict
 
@@ -147,7 +147,7 @@ def listing_own(record: PartRecord) -> Iterator[None]:
         found = ModelTensors(module).sources(allow_meta=True)
         sources = {name: source for name, source in found.items() if not source.is_added}
         listed = {name: source.live.detach() for name, source in sources.items()}
-        empty = any(tensor.is_meta for tensor in listed.values())  # tensors with values have been read
+        empty = any(tensor.is_meta for tensor in listed.values())  # otherwise the tensors are already loaded
         types = _stored_types(module, sources, record) if empty else {}
         return {name: tensor.to(types.get(name)) if tensor.is_meta else tensor for name, tensor in listed.items()}
 
@@ -157,7 +157,7 @@ def listing_own(record: PartRecord) -> Iterator[None]:
 
 @contextmanager
 def _replacing(method: str, function: Callable[..., Any]) -> Iterator[None]:
-    """In the block, all modules of the process have `function` as the `method` of nn.Module."""
+    """In the block, replace `method` of nn.Module, for all modules of the process, by `function`."""
     original = getattr(nn.Module, method)
     setattr(nn.Module, method, function)
     try:
@@ -167,7 +167,7 @@ def _replacing(method: str, function: Callable[..., Any]) -> Iterator[None]:
 
 
 def _stored_types(module: nn.Module, sources: Mapping[str, Source], record: PartRecord) -> dict[str, torch.dtype]:
-    """The stored dtypes of the model's tensors by name; for a tensor made from several, one that represents all."""
+    """The stored dtypes of the model's tensors by name; for a tensor stored as several, their promoted dtype."""
     stored, types = {tensor.name: dtype_of(tensor.dtype) for tensor in record.tensors}, dict[str, torch.dtype]()
     for entry in converted_entries(module, sources):
         for source in entry.sources if entry.name in stored else ():
@@ -177,14 +177,12 @@ def _stored_types(module: nn.Module, sources: Mapping[str, Source], record: Part
 
 @contextmanager
 def leave_parameters_unfilled() -> Iterator[None]:
-    """In the block, transformers does not initialise parameters, which costs more than mapping a model. Buffers get
-    their values.
-    """
+    """In the block, transformers initialises buffers but not parameters, which would cost more than mapping a model."""
     register = nn.Module.register_parameter
 
     def mark_filled(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None:
-            vars(param).pop("_is_hf_initialized", None)  # set if it is tied and registered again
+            vars(param).pop("_is_hf_initialized", None)  # already set if a tied parameter is registered again
         register(module, name, param)
         if param is not None:
             module._parameters[name]._is_hf_initialized = True  # type: ignore[union-attr]
@@ -194,7 +192,7 @@ def leave_parameters_unfilled() -> Iterator[None]:
 
 
 class _Bounded(TorchFunctionMode):
-    """Refuses factory calls for more than _MOST_ELEMENTS elements before memory is allocated."""
+    """Raises LoadError for factory calls of more than _MOST_ELEMENTS elements, before memory is allocated."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -210,9 +208,9 @@ class _Bounded(TorchFunctionMode):
 
 @contextmanager
 def limit_parameters(parameters: int, source: str) -> Iterator[None]:
-    """In the block, raise a LoadError naming `source` for a model of more parameters, or for a huge buffer.
+    """In the block, raise LoadError for a model of more than `parameters` parameters, or with a huge buffer.
 
-    It is raised before memory is allocated. Parameters are made without memory, buffers with it.
+    `source` is named in the error, which is raised before memory is allocated. Parameters have no memory, buffers do.
     """
     register, made = nn.Module.register_parameter, 0
 

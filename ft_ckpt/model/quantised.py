@@ -1,6 +1,6 @@
 """Quantised bases of adapters: their dequantised weights, and models on mapped files to merge adapters into.
 
-For bitsandbytes' 4-bit and 8-bit layers. The live layers are read and never dequantised in place.
+Supports the 4-bit and 8-bit layers of bitsandbytes. The live layers are never dequantised in place.
 """
 
 import copy
@@ -29,12 +29,12 @@ from ft_ckpt.model.pretrained import add_folder_settings, model_class, without_m
 from ft_ckpt.model.selection import View
 
 _KINDS = ("Params4bit", "Int8Params")
-_COMPARED = 8  # layers, spread over the model
-_EQUAL_SHARE = 0.99  # of a layer's codes: kernels round some differently; a fine-tuned model differs in many
+_COMPARED = 8  # layers to compare, spread over the model: at least this many, less than twice as many
+_EQUAL_SHARE = 0.99  # of a layer's codes; kernels round a few differently, a fine-tuned model changes many
 
 
 def has_quantised_base(model: nn.Module) -> bool:
-    """Whether the model has adapters on weights that are quantised."""
+    """Whether the model has adapters on a quantised base."""
     inside: Any = unwrap(model)
     if not has_adapters(inside):
         return False
@@ -43,7 +43,7 @@ def has_quantised_base(model: nn.Module) -> bool:
 
 
 class QuantisedBase:
-    """The live base of a model's adapters, with its quantised layers by the names of their weights in the base."""
+    """The live base of a model's adapters; `layers`: its quantised layers by weight name in the base."""
 
     def __init__(self, model: nn.Module) -> None:
         """Raises SelectionError for a model that is sharded over ranks, or quantised by another library."""
@@ -72,7 +72,7 @@ class QuantisedBase:
         return config
 
     def dequantised(self, *, in_memory: bool) -> nn.Module:
-        """A new model with the dequantised weights: computed when they are read, or now if `in_memory`."""
+        """A new model with the dequantised weights, computed at each read, or now if `in_memory`."""
         with without_memory():
             made: Any = user_class(type(self.module))(self.plain_config())
         plain: dict[int, Any] = {}  # by id of the live tensor, to keep ties
@@ -95,9 +95,9 @@ class QuantisedBase:
         return nn.Parameter(full, requires_grad=False) if isinstance(live, nn.Parameter) else full
 
     def refuse_other(self, plain: nn.Module, place: str) -> None:
-        """Raise BaseMismatchError naming layers that are not the quantised layers of `plain`; a few are compared.
+        """Raise BaseMismatchError naming layers that differ from the quantised layers of `plain`; a sample is compared.
 
-        `place` is the origin of `plain`.
+        `place`: the origin of `plain`.
         """
         known = ModelTensors(plain).sources()
         names = list(self.layers)
@@ -131,7 +131,7 @@ def _dequantised_weight(layer: Any, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def _is_quantised_from(layer: Any, full: Tensor) -> bool:
-    """Whether quantising `full` like the layer gives nearly all of its codes."""
+    """Whether quantising `full` with the layer's settings gives nearly the same codes."""
     from bitsandbytes import functional
 
     weight = layer.weight
@@ -149,7 +149,7 @@ def _is_quantised_from(layer: Any, full: Tensor) -> bool:
 
 
 def _halves(packed: Tensor) -> Tensor:
-    """The 4-bit codes, of which a byte holds two."""
+    """The 4-bit codes, unpacked from two per byte."""
     flat = packed.view(torch.uint8).flatten()
     return torch.cat([flat >> 4, flat & 15])
 
@@ -160,18 +160,18 @@ def _equal_share(one: Tensor, other: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class FileModel:
-    """A model in eval mode, and the names of stored tensors that it has no place for."""
+    """A model in eval mode, and the names of stored tensors that it does not have."""
 
     model: Any
     left: tuple[str, ...]
 
 
 def model_on_files(folder: Path, file: TensorFile, *, in_memory: bool = False) -> FileModel:
-    """The model of the config in `folder` on the tensors of `file`, under the names that transformers reads.
+    """The model of the config in `folder` with the tensors of `file`, under the names that transformers reads.
 
     Tensors that transformers converts, such as fused experts, are computed at each read; with `in_memory` once, so that
-    the model can run. Raises LoadError for a class that transformers does not have, and naming tensors that are missing
-    or have another shape.
+    the model can run. Raises LoadError for a class that is not in transformers, or naming tensors that are missing or
+    have another shape.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     name = str((getattr(config, "architectures", None) or [""])[0])
@@ -205,20 +205,20 @@ def dequantised_model(folder: Path) -> FileModel:
             f"{folder}: cannot be dequantised: {error}; name the model it was made of with base="
         ) from error
     vars(model.config).pop("quantization_config", None)
-    vars(model).pop("_weight_conversions", None)  # those of the quantiser, which cannot be reverted
+    vars(model).pop("_weight_conversions", None)  # the quantiser's conversions cannot be reverted
     return FileModel(model.eval().requires_grad_(False), ())
 
 
 def is_quantised_folder(folder: Path) -> bool:
-    """Whether its config says that its weights are quantised."""
+    """Whether the config in `folder` has quantisation settings."""
     return getattr(AutoConfig.from_pretrained(folder, trust_remote_code=False), "quantization_config", None) is not None
 
 
 @dataclass(frozen=True, eq=False)
 class _FileOrigin:
-    """Stored tensors that become one or several tensors of the model."""
+    """Stored tensors that transformers loads as one or several tensors of the model."""
 
-    target: str  # the first of the model's names
+    target: str  # the first name in the model
     stored: tuple[tuple[str, str], ...]  # (pattern of the converter, name in the file)
     converter: WeightConverter | None  # None: one stored tensor, unchanged
 
@@ -234,7 +234,7 @@ class _FileOrigin:
 
 
 def _find_places(model: Any, file: TensorFile) -> tuple[list[_FileOrigin], list[str]]:
-    """The origins of the model's tensors in `file`, as transformers renames and converts them; and names left over."""
+    """The origins of the model's tensors in `file`, as transformers renames and converts them; and unused names."""
     transforms = get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
@@ -244,20 +244,20 @@ def _find_places(model: Any, file: TensorFile) -> tuple[list[_FileOrigin], list[
     left = []
     for name in sorted(file.specs, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, own)
-        if target not in own and name in own:  # as in transformers: it should not have been renamed
+        if target not in own and name in own:  # as in transformers: the stored name is already the model's
             target, pattern = rename_source_key(name, [], [], prefix, own)
         if target in own:
             places.setdefault(target, []).append((pattern or "", name))
         else:
             left.append(name)
-    # Reverted by a save: those that were used; transformers 5.4 does not know which were, and reverts all.
+    # A save reverts the conversions that were used; transformers 5.4 does not record the use and reverts all.
     model._weight_conversions = [one for one in transforms if not hasattr(one, "was_used") or one.was_used()]
     found = [_FileOrigin(target, tuple(some), by_pattern.get(some[0][0])) for target, some in places.items()]
     return found, left
 
 
 def _fill_place(model: Any, place: _FileOrigin, file: TensorFile, in_memory: bool) -> list[str]:
-    """Put mapped tensors, or stand-ins for computed ones, into the model; return those that do not fit."""
+    """Put mapped tensors, or stand-ins for computed ones, into the model; return a line for each that does not fit."""
 
     def read_target(target: str) -> Tensor:
         return place.convert(model, lambda name: file.read(name).view(file.specs[name].shape))[target]
@@ -279,7 +279,7 @@ def _fill_place(model: Any, place: _FileOrigin, file: TensorFile, in_memory: boo
 
 
 def _tie_missing(model: Any) -> None:
-    """Tie tensors that the class declares tied and the files store once."""
+    """Tie tensors that the class declares tied and of which the files store only one."""
     for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         for name, stored in (pair, pair[::-1]):
             tensor, other = tensor_at(model, name), tensor_at(model, stored)

@@ -22,20 +22,20 @@ from ft_ckpt.model.entries import Part, main_dtype, unchanged_entry
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A module of the live model, unwrapped, with the tensors below it by names relative to it."""
+    """A module of the live model, unwrapped, with its tensors by relative name."""
 
     module: Any  # an nn.Module of any class
     sources: Mapping[str, Source] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)  # values of its state dict that are no tensors
+    extra: Mapping[str, Any] = field(default_factory=dict)  # non-tensor values of its state dict
 
 
 def view_of(
     model: nn.Module, found: Mapping[str, Source], attribute: str = "", extra: Mapping[str, Any] | None = None
 ) -> View:
-    """The whole model, or the submodule at the dotted path `attribute`.
+    """A view of the whole model, or of the submodule at the dotted path `attribute`.
 
-    Raises UnknownAttributeError naming what exists, SelectionError when it is no module, IncompleteError when it has
-    no tensors.
+    Raises UnknownAttributeError naming the existing submodules, SelectionError when it is not a module,
+    IncompleteError when it has no tensors.
     """
     module = module_at(model, attribute)
     prefix = f"{attribute}." if attribute else ""
@@ -52,7 +52,7 @@ def view_of(
 
 
 def module_at(model: nn.Module, attribute: str) -> nn.Module:
-    """The model, or its submodule at the dotted path `attribute`, unwrapped. Raises what `view_of` says."""
+    """The model, or its submodule at the dotted path `attribute`, unwrapped. Raises errors as `view_of`."""
     module = unwrap(model)
     for part in attribute.split(".") if attribute else []:
         if part not in module._modules and not hasattr(module, part):
@@ -69,7 +69,7 @@ def module_at(model: nn.Module, attribute: str) -> nn.Module:
 
 
 def _with_raw_below(source: Source, depth: int) -> Source:
-    """The source with the raw name it has in the unwrapped submodule that is `depth` attributes down."""
+    """The source with its raw name relative to the unwrapped submodule `depth` attributes down."""
     if not depth and source.raw_name == source.name:
         return source
     steps, names = source.raw_name.split("."), source.name.split(".")
@@ -82,7 +82,7 @@ def _with_raw_below(source: Source, depth: int) -> Source:
 
 
 def model_part(view: View, name: str, path: str, dtype: str) -> Part:
-    """The part for a module saved in full: the tensors that `save_pretrained` writes, or those of a plain module."""
+    """The part for a module saved in full: the tensors that `save_pretrained` writes, or all of a plain module."""
     hugging_face = is_pretrained(view.module)
     _refuse_unserialisable(view.module)
     kept, ties, notes = _without_aliases(view, hugging_face)
@@ -102,7 +102,7 @@ def model_part(view: View, name: str, path: str, dtype: str) -> Part:
 
 
 def _rounded_by_others(part: Part) -> tuple[str, ...]:
-    """A note on tensors that plain `from_pretrained` rounds, because it makes a model in the one type of the config."""
+    """A note on tensors that plain `from_pretrained` rounds, because it loads all in the config's dtype."""
     main = dtype_of(main_dtype(part))
     kept = kept_in_float32(part.module, main)
     floats = [entry for entry in part.entries if entry.dtype.is_floating_point]
@@ -113,22 +113,22 @@ def _rounded_by_others(part: Part) -> tuple[str, ...]:
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether it is a transformers model, by the class name, because the class takes a second to import."""
+    """Whether it is a transformers model; checks class names, because importing the class takes a second."""
     return any(
         cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(module).__mro__
     )
 
 
 def made_by_class(module: Any) -> frozenset[str]:
-    """Names of tensors that a transformers model recomputes when it is loaded, such as tables of sines: in no file."""
+    """Names of tensors that a transformers model does not save but recomputes when it is loaded, such as sines."""
     return frozenset(getattr(module, "_keys_to_ignore_on_save", None) or ()) if is_pretrained(module) else frozenset()
 
 
 def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
-    """The parts, with a note in a run's checkpoint of modules that have a `save_pretrained` of their own.
+    """The parts of a run's checkpoint, with a note on each module that has its own `save_pretrained`.
 
-    Such classes (SentenceTransformer, wrappers with a value head) read only the layout that they write. Raises
-    SelectionError naming them unless `is_run`, and PEFT models whose adapters PEFT cannot load.
+    Such classes (SentenceTransformer, wrappers with a value head) read only the layout that they write. Unless
+    `is_run`, raises SelectionError naming them, or PEFT models whose adapters PEFT cannot load.
     """
     stacked = {
         type(part.module).__name__: None for part in parts if part.kind == "adapter" and _is_stacked(part.module)
@@ -172,7 +172,7 @@ def _pretrained_below(part: Part) -> list[str]:
 
 
 def diverged_ties(view: View) -> list[tuple[Source, Source]]:
-    """Pairs that the model declares tied but that are two tensors in memory; compared before one is dropped."""
+    """Pairs (alias, main) that the model declares tied but that are two tensors in memory; compared at the save."""
     declared = getattr(view.module, "all_tied_weights_keys", None) or {}
     patterns = _alias_patterns(view.module) if declared else []
     tied = [pair for pair in declared.items() if _is_alias(pair[0], patterns)]
@@ -181,7 +181,7 @@ def diverged_ties(view: View) -> list[tuple[Source, Source]]:
 
 
 def _refuse_unserialisable(module: Any) -> None:
-    """Refuse quantisers that keep weights in tensor subclasses, such as torchao."""
+    """Raise SelectionError for quantisers whose weights are tensor subclasses (torchao) or not serialisable."""
     quantizer = getattr(module, "hf_quantizer", None)
     if quantizer is None:
         return
@@ -208,7 +208,7 @@ def _without_aliases(
     patterns = _alias_patterns(view.module) if hugging_face and has_ties else []
     for group in (group for group in groups.values() if len(group) > 1):
         keep = group[:1]
-        if hugging_face:  # the names that transformers does not make from another one
+        if hugging_face:  # the names that transformers does not tie to another one
             keep = [name for name in group if not _is_alias(name, patterns)] or [max(group)]
         ties.append((keep[0], *(name for name in group if name != keep[0])))
         dropped.update(name for name in group if name not in keep)
@@ -228,14 +228,14 @@ def _is_alias(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _alias_patterns(module: nn.Module) -> list[str]:
-    """Patterns of the names that transformers ties to others when it loads `module`, as its config says.
+    """Patterns of the names that transformers, by the config, ties to others when it loads `module`.
 
-    Parameters tied by hand are not tied again: a name that is in no file would be filled with random numbers.
+    It does not tie again parameters that were tied by hand: a name in no file would be initialised randomly.
     """
     return [
         f"{re.escape(path)}\\.{key}" if path else key
         for path, _, inner in walk_modules(module)
-        # Of the class or the object: `getattr` of what a module lacks is slow, and most modules lack this.
+        # From the class or the instance dict: `getattr` of an absent attribute of a module is slow, and most lack it.
         for key in vars(inner).get("_tied_weights_keys", getattr(type(inner), "_tied_weights_keys", None)) or ()
         if getattr(getattr(inner, "config", None), "tie_word_embeddings", False)
     ]

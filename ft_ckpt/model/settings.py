@@ -1,6 +1,6 @@
-"""Compares everything besides tensors that affects the output of a checkpoint: configs, code, extra state, token ids.
+"""Compares the non-tensor contents that affect the output of a checkpoint: configs, code, extra state, token ids.
 
-Every field of a config counts unless it is listed here as harmless, including fields that libraries add later.
+Every field of a config is compared unless it is listed here as harmless, including fields that libraries add later.
 """
 
 import copy
@@ -26,14 +26,14 @@ HARMLESS_MODEL_FIELDS = frozenset({
     *("dtype", "torch_dtype"),  # dtype to load in; the dtypes of the tensors are compared
     *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),  # additional outputs
     *("_attn_implementation", "_attn_implementation_autoset", "_experts_implementation"),  # choice of kernels
-    *("gradient_checkpointing", "requires_grad", "initializer_range"),  # training, and weights that are not loaded
+    *("gradient_checkpointing", "requires_grad", "initializer_range"),  # training only, or weights that are not loaded
 })  # fmt: skip
 # Fields of an adapter's config that do not change the output in eval mode.
 HARMLESS_ADAPTER_FIELDS = frozenset({
     *("base_model_name_or_path", "revision"),  # the base is compared separately, by samples if possible
     *("peft_version", "auto_mapping"),  # version of the writer; class of the base, for AutoPeftModel
     "inference_mode",  # freezes the parameters at load
-    "task_type",  # class of the wrapper; it counts for prompts, which the wrapper adds
+    "task_type",  # class of the wrapper; compared for prompt methods only, whose prompts the wrapper adds
     *("tokenizer_name_or_path", "prompt_tuning_init_state_dict_path"),  # source of the initial values
     "eva_config",  # source of the initial values; EVA does not change the base
 })  # fmt: skip
@@ -41,22 +41,22 @@ _DROPOUTS = ("dropout", "_pdrop", "layerdrop", "drop_path_rate")
 _UNORDERED = frozenset({  # PEFT tests membership only, and writes some of them as sets, in any order
     *("target_modules", "exclude_modules", "feedforward_modules", "modules_to_save", "layers_to_transform"),
 })  # fmt: skip
+PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})  # values by layer pattern; PEFT takes the first match
 # Fields of AdaLoRA that determine the ranks during training; the ranks and scores are in the state of a run.
-PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
 _ADALORA_FIELDS = ("rank_pattern", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "total_step")
 _ABSENT = object()
-_MOST_LAYERS = 1 << 16  # bound on all counts in a config, before it is compared with the tensors
+_MOST_LAYERS = 1 << 16  # upper bound of any count in a config
 _COUNT = re.compile(r"\w*(layer|block|depth|stage|expert|head)s?")
 
 Difference = tuple[str, str, str]  # field, value in the first, value in the other
 
 
 def differing_settings(first: Store, other: Store, kind: str) -> list[Difference]:
-    """The settings that differ between the folders of two parts and change the output, values as text.
+    """The settings that differ between the folders of two parts and change the output, with values as text.
 
     `kind` of the parts: "model", "adapter" or "module". The bases of adapters are not compared.
 
-    Raises CorruptError for a file of settings that cannot be parsed.
+    Raises CorruptError for a settings file that cannot be parsed.
     """
     name = SETTINGS_FILES[kind]
     one, two = (_settings_in(store, name) for store in (first, other))
@@ -80,9 +80,9 @@ def adapter_settings(store: Store) -> dict[str, Any]:
 
 
 def differences_of_live(stored: Mapping[str, Any], config: Any) -> list[Difference]:
-    """The fields in which the PEFT config of an adapter in memory differs from its `stored` settings, values as text.
+    """The fields in which the PEFT config of a live adapter differs from its `stored` settings, with values as text.
 
-    Only those that change the output of an adapter whose tensors, and those of its base, are equal.
+    Only fields that change the output if the tensors of the adapter and of its base are equal.
     """
     live = json.loads(json.dumps(config.to_dict(), default=_as_json))
     in_tensors = {"init_lora_weights", *(_ADALORA_FIELDS if stored.get("peft_type") == "ADALORA" else ())}
@@ -96,7 +96,7 @@ def _as_json(value: Any) -> Any:
 
 def is_irreproducible(settings: Mapping[str, Any]) -> bool:
     """Whether the initialisation of an adapter with these settings changes its base and cannot be repeated."""
-    from ft_ckpt.model.base_model import irreproducible  # loads torch.distributed
+    from ft_ckpt.model.base_model import irreproducible  # here, because it imports torch.distributed
 
     return bool(irreproducible({"": SimpleNamespace(**settings)}))
 
@@ -136,7 +136,7 @@ def _presence(content: object) -> str:
 
 
 def differences_between(one: Mapping[str, Any], two: Mapping[str, Any], kind: str) -> list[Difference]:
-    """The fields of two configs of parts of that `kind` that differ and change the output, values as text."""
+    """The fields that differ between two configs of `kind` and change the output, with values as text."""
     if kind == "adapter":
         return _differing_leaves(_completed_adapter(one), _completed_adapter(two), partial(_counts_for_adapter, one))
     found = _differing_leaves(one, two, _counts_for_model)
@@ -154,7 +154,7 @@ def _differing_leaves(one: Any, two: Any, counts: Callable[[str], bool]) -> list
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of the values in nested dicts and lists."""
+    """(dotted name, value) of each leaf in nested dicts and lists."""
     children = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {}
     if not children:
         yield name, value
@@ -163,7 +163,7 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _short_text(value: Any) -> str:
-    text = "absent" if value is _ABSENT else without_secrets(repr(value))  # before it is cut
+    text = "absent" if value is _ABSENT else without_secrets(repr(value))  # secrets are removed before truncation
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -212,7 +212,7 @@ def _completed_adapter(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _canonical_config(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The config with the defaults and names of the installed transformers; None for a model that it does not know."""
+    """The config with the defaults and names of the installed transformers; None for a model it cannot parse."""
     import transformers
 
     kind = settings.get("model_type")
@@ -226,7 +226,7 @@ def _canonical_config(settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _differing_files(first: Store, other: Store) -> list[Difference]:
-    """Code and extra state with different contents."""
+    """Code and extra state files with different contents."""
     listed = {each.name for store in (first, other) for each in store.list_folder().objects}
     names = sorted(name for name in listed if name.endswith(".py") or name == EXTRA_FILE)
     pairs = [(name, _text_of(first, name), _text_of(other, name)) for name in names]
@@ -236,7 +236,7 @@ def _differing_files(first: Store, other: Store) -> list[Difference]:
 
 
 def _differing_tokens(first: Store, other: Store) -> list[Difference]:
-    """Ids that stand for different tokens: their embedding rows must not be mixed. Ids of one side do not count."""
+    """Ids of different tokens, whose embedding rows must not be mixed. Ids in one tokenizer only are ignored."""
     name = "tokenizer.json"
     texts = [_text_of(store, name) for store in (first, other)]
     if texts[0] == texts[1]:

@@ -1,8 +1,8 @@
 """Background saves: their snapshot, the thread that writes it, and their errors.
 
 The call plans the save, agrees on it with all ranks and begins to copy the tensors. A thread carries out `run_save`
-from the copies, with a channel of its own for agreements. No collective runs in the thread: each rank writes the
-elements it holds. In a bucket, where each file has one writer, the call gathers the elements that the writer lacks.
+from the copies, with a channel of its own for agreements. The thread moves no tensors between ranks: each rank writes
+the elements it holds. In a bucket, where each file has one writer, the call gathers the elements that the writer lacks.
 """
 
 import atexit
@@ -68,7 +68,7 @@ class Snapshot:
     """The host copies of the tensors at one moment; one snapshot at a time."""
 
     def __init__(self) -> None:
-        self.waited_seconds = 0.0  # by optimizers, over all snapshots
+        self.waited_seconds = 0.0  # of optimizers, over all snapshots
         self._now, self._late = _CopyMemory(), _CopyMemory()
         self._copied: Copies = {}
         self._left: Copies = {}
@@ -78,7 +78,7 @@ class Snapshot:
         self._hooks: dict[int, tuple[Any, Any]] = {}  # by id: (optimizer, which keeps the id unique; handle)
 
     def watch_optimizers(self, optimizers: Iterable[Any]) -> None:
-        """Let the next step of each optimizer wait for the copies."""
+        """Make the next step of each optimizer wait for the copies."""
         for optimizer in optimizers:
             if id(optimizer) not in self._hooks:
                 self._hooks[id(optimizer)] = (optimizer, optimizer.register_step_pre_hook(self._wait_for_copies))
@@ -92,7 +92,7 @@ class Snapshot:
         self._done.clear()
 
     def finish_copies(self) -> Copies:
-        """Copy the rest, from any thread, and return all copies by key. Optimizers may step then, even on an error."""
+        """Copy the rest, in any thread, and return all copies by key. Then optimizers may step, even on an error."""
         try:
             return {**self._copied, **_copy_by_device(self._late, self._left, self._ready)}
         finally:
@@ -118,7 +118,7 @@ class Snapshot:
 
 
 def ids_changed_by_steps(optimizers: Mapping[Any, Iterable[Tensor]]) -> frozenset[int]:
-    """The ids of all tensors that a step changes: parameters and state of each optimizer, and those it maps to."""
+    """The ids of all tensors that steps change: each optimizer's parameters, state and values in `optimizers`."""
     owned: set[int] = set()
     for optimizer, further in optimizers.items():
         owned.update(map(id, further))
@@ -182,7 +182,7 @@ class CopyPlan:
     """The tensors that a background save copies, by key."""
 
     now: Mapping[int, Tensor]
-    late: Mapping[int, Tensor]  # changed by nothing but the next optimizer step
+    late: Mapping[int, Tensor]  # changed only by the next optimizer step
     size_bytes: int  # of host memory
     needs_gather: bool  # tensors must move between ranks while files are written, which a thread cannot do
     gathers: tuple[tuple[int, tuple[Source, ...]], ...] = ()  # (writing rank, tensors that the call gathers there)
@@ -264,7 +264,7 @@ def _needs_gather(plan: SavePlan, request: SaveRequest, ranks: Ranks, config: Sa
 
 
 def _by_writer(plan: SavePlan, ranks: Ranks, config: SaverConfig) -> dict[int, list[Source]]:
-    """The tensors in the files of each rank, once each, where a file has one writer."""
+    """The tensors that each rank writes, once each, if each file has one writer; on rank 0 also the ties to check."""
     planned = [file for one in plan.plans for file in one.files]
     size = 1 if config.each_rank_writes == "off" else ranks.size
     writers = dict(zip((file.path for file in planned), files.assign_writers(planned, size), strict=True))
@@ -283,7 +283,7 @@ def _must_move(source: Source, to: int) -> bool:
 
 
 def _written_here(plan: SavePlan, ranks: Ranks) -> Iterator[Source]:
-    """The tensors that this rank writes a part of."""
+    """The tensors that this rank writes a part of, and the ties to check."""
     yield from (source for pair in plan.ties_to_check for source in pair)
     if ranks.size == 1:
         yield from (source for one in plan.plans for entry in one.part.entries for source in entry.sources)
@@ -298,15 +298,15 @@ _LAG_SECONDS = 0.001  # lets the caller go on before the worker takes the GIL
 
 
 class Worker:
-    """A thread for each job, one job in flight."""
+    """Runs one job at a time, each in a new thread."""
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
-        self.future: Future[Any] | None = None  # of the job whose result was not taken
+        self.future: Future[Any] | None = None  # of the last job, until its result is taken
         _OPEN.add(self)
 
     def start_job(self, job: Callable[[], Any]) -> "Future[Any]":
-        """Start `job`; the result of the one before must have been taken."""
+        """Start `job`. Call `take_result` for the previous job first."""
         future = self.future = Future()
 
         def run_job() -> None:
@@ -354,9 +354,9 @@ _channels = count(1)  # channel ids; incremented in lockstep on all ranks
 
 @dataclass(frozen=True, eq=False)
 class PendingSave:
-    """A background save to the folder `path`, which exists once the save is done.
+    """A background save to the folder `path`, which exists once the save is committed.
 
-    It is done at once if no thread could carry out the save: the call then returned after the commit.
+    It is done from the start if no thread could carry out the save: the call then returned after the commit.
     """
 
     path: Path | str
@@ -378,10 +378,10 @@ class PendingSave:
 
 
 class SaveRunner:
-    """The saves of one saver, in the foreground or with one in flight in the background."""
+    """Runs the saves of one saver: in the foreground, or one at a time in the background."""
 
     def __init__(self, run: TrainingRun) -> None:
-        self.before: History | None = None  # of the run before the save in flight, if that saves its state
+        self.before: History | None = None  # before the save in flight, if that saves the state of the run
         self._run = run
         self.snapshot = Snapshot()
         self._worker = Worker()
@@ -394,7 +394,7 @@ class SaveRunner:
     def save(self, config: SaverConfig, make: Callable[[], SaveRequest], then: AfterSave) -> SaveReport | PendingSave:
         """Carry out the request that `make` returns, in the background if `config` says so.
 
-        Returns `then` of its report. Collective; raises what `run_save` raises.
+        Returns `then(report)`, or a handle that resolves to it. Collective; raises what `run_save` raises.
         """
         begun, ranks = time.monotonic(), current_ranks(config.enter_timeout_seconds)
         request, error = try_action(make)
@@ -413,7 +413,8 @@ class SaveRunner:
     ) -> PendingSave:
         """Start `request` in the background, or carry it out now if no snapshot of it can be taken.
 
-        A snapshot may exceed its limit, or tensors must be gathered from several ranks.
+        That is the case if the copies exceed their limit, if tensors must move between ranks while files are written,
+        or if not all ranks see the target folder.
         """
         request, plan, copies = self._agree_on_snapshot(request, error, ranks, config)
         self._steps_in_flight = 0
@@ -461,7 +462,7 @@ class SaveRunner:
     def _agree_on_snapshot(
         self, request: SaveRequest | None, error: BaseException | None, ranks: Ranks, config: SaverConfig
     ) -> tuple[SaveRequest, SavePlan, CopyPlan | None]:
-        """The request with the replicas that differ, its plan, and its copies: None if it must be carried out now."""
+        """The request with the replicas that differ, its plan, and its copies, or None if the save must run now."""
         plan: SavePlan | None = None
         copies: CopyPlan | None = None
         if request is not None:
@@ -499,7 +500,7 @@ class SaveRunner:
     def has_ended(self, ranks: Ranks) -> bool:
         """Whether the save in flight has ended on all ranks; called at every step, on all ranks.
 
-        They exchange it at the first, second, fourth step and so on after the save began, then at every 64th.
+        Ranks exchange it at steps 1, 2, 4, ... after the start of the save, then at every 64th.
         """
         future = self._worker.future
         if future is None or ranks.size == 1:

@@ -1,6 +1,6 @@
 """One save from the request to the commit, in steps that every caller takes: plan and stage, agree, write, commit.
 
-All ranks agree before a tensor moves and at the commit. A background save plans and agrees once more in the call.
+All ranks agree before a tensor moves and at the commit. The call of a background save plans it, and agrees once more.
 """
 
 import time
@@ -43,19 +43,19 @@ from ft_ckpt.transfer.push import PendingPush
 class SaveReport:
     """A finished save: its folder, its size and the saver's decisions.
 
-    Identical on every rank except `push`, `upload` and `publish`, which only rank 0 has.
+    Identical on every rank except `seconds`, and `push`, `upload` and `publish`, which only rank 0 has.
     """
 
     path: Path | str
     """The committed folder; its URL where it is in a bucket."""
     kind: str
-    """ "full", "adapter", "attribute" or "state"."""
+    """ "full", "adapter" or "attribute"."""
     bytes: int
     """Total size of the files, in bytes; hard links are counted once."""
     tensors: int
     """Number of stored tensors."""
     seconds: float
-    """From the call to the durable commit."""
+    """Seconds from the call to the durable commit."""
     casts: Mapping[str, int]
     """Number of tensors for each cast, such as "float32->bfloat16"."""
     notes: tuple[str, ...]
@@ -81,10 +81,10 @@ class AgreedSave:
     """The result of the exchange that precedes every write; identical on all ranks except `request` and `samples`."""
 
     request: SaveRequest  # with the replicas that differ, if they were compared
-    replicas_differ: bool  # the plan must be made anew, to store the values of all ranks
-    fits: bool  # on every rank
+    replicas_differ: bool  # the save must be planned again, to store the values of all ranks
+    fits: bool  # whether every rank can take a snapshot
     state_dict: bool  # whether rank 0 was given one
-    stage: str | None  # the folder that all ranks can write into
+    stage: str | None  # rank 0's staging folder, if it is on a disk
     offers: Mapping[str, Offer]  # frozen files that may exist already, by path
     samples: tuple[BaseSamples, ...]  # of each rank; on rank 0 alone
 
@@ -98,10 +98,10 @@ def run_save(
     plan: SavePlan | None,
     shared: SharedFolders,
 ) -> SaveReport:
-    """Carry out `request`, or report the `error` that took its place to the other ranks. Collective.
+    """Carry out `request`, or report to the other ranks the `error` that prevented it. Collective.
 
-    `begun` is the time of the call, by `time.monotonic`; `plan` the plan made before, if there is one; `shared` caches
-    which folders all ranks see. Raises what `CheckpointSaver.save` says.
+    `begun` is the time of the call, by `time.monotonic`; `plan` the existing plan, if there is one; `shared` caches
+    which folders all ranks see. Raises what `CheckpointSaver.save` raises.
     """
     changed: frozenset[str] = frozenset()  # frozen files that no earlier checkpoint has, as earlier tries found
     tries = 0
@@ -147,7 +147,7 @@ def _plan_and_stage(
     tries: int,
     changed: frozenset[str],
 ) -> tuple[StagedSave | None, BaseException | None]:
-    """Plan the save unless it is planned, and open the stage on rank 0; or the error, which is agreed on next."""
+    """Plan the save unless it is planned, and open the stage on rank 0. Errors are returned for the next agreement."""
     if request is None or error is not None:
         return None, error
 
@@ -168,9 +168,9 @@ def agree_on_plan(
     *,
     fits: bool = True,
 ) -> AgreedSave:
-    """Compare the plans and the replicas of all ranks in the exchange `what`; `fits` is true where it is on all ranks.
+    """Compare the plans and the replicas of all ranks in the exchange `what`; the result `fits` if all ranks do.
 
-    Raises the `error` of any rank, RanksDisagreeError naming tensors, or replicas where the settings refuse these.
+    Raises the `error` of any rank, RanksDisagreeError naming tensors, or replicas if the settings refuse these.
     """
     compares = ranks.size > 1 and request is not None and request.differing is None and request.state_dict is None
     digests: dict[str, replicas.ReplicaDigest] = {}
@@ -204,9 +204,9 @@ def agree_on_plan(
 
 
 def report_differences(found: str, saved: str, ranks: Ranks, config: SaverConfig) -> None:
-    """Refuse the differences between ranks that were `found`, or warn of them in what is `saved`, as configured.
+    """Raise RanksDisagreeError for differences between ranks, or warn of them, as configured.
 
-    Raises RanksDisagreeError.
+    `found` describes the differences; `saved` names the checkpoint.
     """
     if config.on_difference == "raise":
         raise RanksDisagreeError(
@@ -257,7 +257,7 @@ def _commit_on_all(
     error: BaseException | None,
     begun: float,
 ) -> SaveReport | None:
-    """Compare the written files with the model and commit: the report, or None where the disk is full. Collective.
+    """Compare the written files with the model and commit. Returns the report; None if the disk is full. Collective.
 
     A full disk is an error unless the settings say to make room and try again.
     """
@@ -317,7 +317,7 @@ def _commit_files(job: SaveJob, files: list[FileRecord], samples: tuple[BaseSamp
 
 
 def _link_second_names(plan: SavePlan, files: list[FileRecord], store: Store) -> list[FileRecord]:
-    """Give files their second name, for formats that have one; the records of the links."""
+    """Give files the second name of their format, if it has one. Returns the records of the links."""
     links = []
     for one in plan.plans:
         paths = {file.path for file in one.files}
@@ -336,7 +336,7 @@ def _compare_outputs(request: SaveRequest, store: Store) -> list[str]:
 
 
 def _compress_files(files: list[FileRecord], store: Store, compression: str) -> list[FileRecord]:
-    """Compress the files in a second pass, because sizes are known only afterwards; their new records."""
+    """Compress the files in a second pass, because their sizes are unknown before. Returns their new records."""
     for file in files:
         compress_file(Place(store, file.path), compression)
     return [read_record(store, file.path) for file in files]

@@ -31,12 +31,12 @@ from ft_ckpt.storage.store import Store, is_utf8
 from ft_ckpt.storage.writer import Region, Writer, digest_regions, region_of
 
 _SLICE = 4 << 20  # elements converted at a time
-_METADATA = {"format": "pt"}  # transformers refuses files that do not say who wrote them
+_METADATA = {"format": "pt"}  # transformers refuses files without it
 
 
 @dataclass(frozen=True, eq=False)
 class PartPlan:
-    """One part and the files it becomes; `index` is the text of its shard index, None with one file."""
+    """One part and its files; `index` is the text of its shard index, None with one file."""
 
     part: Part
     format: str
@@ -53,12 +53,12 @@ class PartPlan:
 def plan_part(
     part: Part, max_shard_bytes: int, format_name: str = DEFAULT_FORMAT, separate: frozenset[str] = frozenset()
 ) -> PartPlan:
-    """Files for `part`, split as transformers splits them: in the model's order, none above `max_shard_bytes`.
+    """Files for `part`, split as transformers splits them: in the model's order, up to `max_shard_bytes` or one tensor.
 
-    The tensors named in `separate` share no file with the others.
+    The tensors named in `separate` come first and share no file with the others. An adapter has one file.
 
-    Raises SelectionError naming tensors of a dtype or a name that the format cannot keep, IncompleteError naming
-    those that would have one name in the files.
+    Raises SelectionError naming tensors of a dtype or a name that the format cannot store, IncompleteError naming
+    tensors that would share a name in the files.
     """
     known = format_named(format_name)
     suffix = known.suffixes[0]
@@ -72,7 +72,7 @@ def plan_part(
             shards = split_into_files(specs, part.file, suffix, max_shard_bytes, separate)
         laid_out = {name: _lay_out_file([specs[one] for one in some], known, part) for name, some in shards.items()}
     except (SelectionError, KeyError):
-        _lay_out_file(list(specs.values()), known, part)  # its error names all tensors that cannot be kept
+        _lay_out_file(list(specs.values()), known, part)  # its error names all tensors that cannot be stored
         raise
     files = tuple(FilePlan(folder + name, layout) for name, layout in laid_out.items())
     if len(files) == 1:
@@ -85,7 +85,7 @@ def plan_part(
 
 
 def _refuse_stored_names(part: Part) -> None:
-    """Refuse names that two tensors have, or that a file cannot have."""
+    """Raise IncompleteError for duplicate names, SelectionError for names that a file cannot contain."""
     names = [entry.name for entry in part.entries]
     known = {*names}
     if len(known) < len(names):
@@ -150,7 +150,7 @@ def cast_regions(start: int, entry: Entry, data: Tensor, nonfinite: set[str] | N
 
 
 def check_written_files(part_plan: PartPlan, store: Store) -> None:
-    """Read the headers of the written files back and compare them with the live model's names, shapes and dtypes.
+    """Read the headers of the written files back and compare them with the planned names, shapes and dtypes.
 
     Raises IncompleteError naming every difference.
     """
@@ -173,7 +173,7 @@ def check_written_files(part_plan: PartPlan, store: Store) -> None:
 def _entry_turns(ordered: Sequence[Entry], way: GatherWay) -> Iterator[Iterator[tuple[Entry, Tensor]]]:
     """(entry, its next flat elements) in order, in the turns of `gathered_turns`.
 
-    Neighbours that need no conversion travel in the same buckets.
+    Consecutive entries without a conversion share buckets.
     """
     waiting: list[Entry] = []
     made: dict[Group, dict[str, Tensor]] = {}
@@ -222,7 +222,7 @@ def _lay_out_file(specs: list[Spec], known: TensorFormat, part: Part) -> Layout:
     return known.lay_out_file(specs, _METADATA, ties)
 
 
-LEAST_BYTES = 32 << 20  # of a checkpoint that is worth opening its files on all ranks
+LEAST_BYTES = 32 << 20  # opening the files of a smaller checkpoint on all ranks does not pay
 LEAST_RUN_BYTES = 256 << 10  # of a run, where a tensor has several: at 128 KB a gather is as fast
 
 
@@ -232,7 +232,7 @@ class Share:
 
     file: FilePlan
     entries: tuple[Entry, ...]  # in file order
-    cuts: tuple[tuple[Cut, ...] | None, ...]  # of each entry; None: it comes to rank 0; (): other ranks write it
+    cuts: tuple[tuple[Cut, ...] | None, ...]  # of each entry; None: gathered on rank 0; (): other ranks write it
     ranks: int = 1  # that write
 
     @property
@@ -241,7 +241,7 @@ class Share:
 
     @property
     def needs_transfer(self) -> bool:
-        """Whether tensors would have to move if rank 0 wrote all of it."""
+        """Whether tensors would have to move if rank 0 wrote the whole file."""
         shardings = [source.sharding for entry in self.entries for source in entry.sources]
         return any(sharding.is_sharded or sharding.is_opaque for sharding in shardings)
 
@@ -261,7 +261,7 @@ def divide_files(plans: Sequence[PartPlan], world_size: int) -> list[Share]:
 
 
 def assign_writers(files: Sequence[FilePlan], world_size: int) -> list[int]:
-    """The rank that writes each file, where a file has one writer: the largest first, evenly by bytes.
+    """The rank that writes each file, if each has one writer: largest file first, balanced by bytes.
 
     Fewer files than ranks are spread over all ranks, because neighbouring ranks are on one machine.
     """
@@ -294,14 +294,14 @@ def write_own_bytes(share: Share, store: LocalStore, ranks: Ranks, writer: Write
 
 
 def digest_own_bytes(share: Share, ranks: Ranks, bucket_bytes: int) -> str:
-    """The digest that `write_own_bytes` would return, without writing. Collective as that is."""
+    """The digest that `write_own_bytes` would return, without writing. Collective in the same way."""
     return digest_regions(_while_all_write(_own_regions(share, ranks, bucket_bytes), ranks, BLOCK_BYTES))
 
 
 def _tensor_cuts(entry: Entry, start: int, step: int) -> tuple[Cut, ...] | None:
     """The cuts of one tensor at `start`; None if it must be gathered. `step` is each rank's share of a replicated one.
 
-    The answer is None on all ranks or on none, in every group of replicas.
+    The result is None on all ranks or on none, in every group of replicas.
     """
     source, item, numel = entry.source, entry.dtype.itemsize, prod(entry.shape)
     if source is None or source.sharding.is_opaque or not numel:
@@ -348,7 +348,7 @@ def _own_regions(share: Share, ranks: Ranks, bucket_bytes: int) -> Iterator[Regi
 
 
 def _while_all_write(regions: Iterable[Region], ranks: Ranks, most_bytes: int) -> Iterator[Region]:
-    """The regions, in pieces of at most `most_bytes`; no more of them once another rank has failed."""
+    """The regions, in pieces of at most `most_bytes`. Raises the failure of another rank before a piece."""
     for region in regions:
         for low in range(0, region.size_bytes, most_bytes):
             ranks.check_peers()

@@ -44,13 +44,13 @@ def yield_to_training(low_io: bool) -> None:
         ctypes.CDLL(None).syscall(number, _THREAD, thread, _BEST_EFFORT | _LAST)
 
 
-SaveHook = Callable[[SaveReport], object]  # a script's own function
+SaveHook = Callable[[SaveReport], object]  # a function of the script
 AfterSave = Callable[[SaveReport], SaveReport]
 
 
 @dataclass(frozen=True, eq=False)
 class FollowUp:
-    """The steps of one saver after its saves; uploads and pushes run in threads of their own."""
+    """The steps of one saver after its saves; uploads, pushes and publishes run in their own threads."""
 
     hooks: tuple[SaveHook, ...] = ()
     uploads: RunUploads | None = None
@@ -68,7 +68,7 @@ class FollowUp:
         publishes: bool = False,
         committed: Callable[[SaveReport], None] | None = None,
     ) -> AfterSave:
-        """The follow-up of one save; only the leading rank uploads, pushes and calls hooks."""
+        """The follow-up of one save; only rank 0 (`is_main`) uploads, pushes, publishes and calls hooks."""
 
         def follow(report: SaveReport) -> SaveReport:
             if committed is not None:
@@ -115,7 +115,7 @@ def _call_hook(hook: SaveHook, report: SaveReport) -> None:
 
 
 def hooks_of(given: SaveHook | Iterable[SaveHook] | None) -> tuple[SaveHook, ...]:
-    """One function, several or none."""
+    """The functions in `given`: one, several or none."""
     if given is None:
         return ()
     return (given,) if callable(given) else tuple(given)

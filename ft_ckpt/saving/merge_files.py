@@ -1,6 +1,6 @@
 """Merged saves: stored or live adapters merged into their base, layer by layer.
 
-The base is a model on its mapped files and PEFT attaches the adapters to it; then it is saved like any merged model.
+The base is a model on its mapped files. PEFT attaches the adapters to it, and it is saved like any merged model.
 """
 
 import copy
@@ -72,7 +72,7 @@ class StoredAdapters:
 def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -> StoredAdapters:
     """The adapters `names` at `place`, or the active ones, open until the stack ends.
 
-    Raises ConfigError for `names` that is no list of names, LoadError without adapters, SelectionError for unknown
+    Raises ConfigError if `names` is not a list of names, LoadError if there are no adapters, SelectionError for unknown
     names and for an ambiguous choice.
     """
     if names is not None and not _are_names(names):
@@ -94,7 +94,7 @@ def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -
 def choose_merge(stored: StoredAdapters, weights: Sequence[float] | None) -> MergeChoice | None:
     """The choice of the stored adapters with their weights, if given.
 
-    Raises ConfigError for weights that are not finite numbers in order, SelectionError for another number of them.
+    Raises ConfigError for weights that are not finite numbers in order, SelectionError for too few or too many.
     """
     names = [str(record.adapter) for record in stored.records]
     if weights is None:
@@ -134,7 +134,7 @@ def find_base(stored: StoredAdapters, given: Any) -> Place:
 
 
 def _base_folder(name: str | os.PathLike[str] | Place, revision: str | None) -> Place | None:
-    """The folder `name`, or its folder in the Hub's cache on this machine."""
+    """The folder `name`, or the folder of the repository `name` in the Hub's cache on this machine, or None."""
     place = open_place(name)
     if place.is_folder:
         return place
@@ -144,7 +144,7 @@ def _base_folder(name: str | os.PathLike[str] | Place, revision: str | None) -> 
 
 
 def _foreign_records(store: Store) -> Iterator[PartRecord]:
-    """The adapters in a folder of PEFT: "default" in it, others in folders of their names."""
+    """The adapters in a PEFT folder: "default" in the folder itself, others in subfolders with their names."""
     if store.stat(_CONFIG) is not None:
         yield _foreign_record(store, "", "default")
     for name in sorted(folder.name for folder in store.list_folder().folders):
@@ -213,7 +213,7 @@ def merge(
 ) -> ConvertReport:
     """Write the base of an adapter with the adapter merged into it to the folder `dst`; all or nothing, durably.
 
-    `adapter`: a folder of PEFT or a checkpoint of ours, with one or several adapters. The active ones are merged, or
+    `adapter`: a PEFT folder or an ft_ckpt checkpoint, with one or several adapters. The active ones are merged, or
     those named in `adapters`, each multiplied by its number in `weights`, if given. `base`: the folder of the base
     model; by default the one in the same checkpoint, or the one that the adapter names, if that is a folder on this
     machine or in the Hub's cache. It is compared with the samples in the adapter's manifest unless `check_base` is
@@ -223,11 +223,11 @@ def merge(
 
     Layers are merged in float32 and rounded once to the base's type, or to `dtype`. The base is mapped, and one layer
     at a time is in memory. Sidecar files are the base's; the tokenizer is the adapter's if it has one. The manifest
-    names the sources. Checkpoints of ours are compared with their digests as they are read.
+    names the sources. The files of ft_ckpt checkpoints are compared with their digests while they are read.
 
     Raises SelectionError naming all that cannot be merged; LoadError if there is no base, if the adapters name several,
     if settings or tensors of an adapter do not fit it, or if its initialisation changed the base in a way that cannot
-    be repeated; BaseMismatchError for another base; IncompleteError for NaN; for files as `convert` does.
+    be repeated; BaseMismatchError if the base is another one; IncompleteError for NaN; for files as `convert` does.
     """
     begun = time.monotonic()
     options = convert_options(
@@ -363,9 +363,9 @@ class MergeRequest:
 def ask_merged(
     model: nn.Module, asked: MergeRequest, others: Mapping[str, Any], stack: ExitStack
 ) -> Callable[[], dict[str, Any]]:
-    """Compute the fields `model`, `merged` and `check` of a save's request; the returned function gives them.
+    """Compute the fields `model`, `merged` and `check` of a save's request. Returns a function that returns them.
 
-    They are valid until the stack ends. Call on every rank; errors are raised by the returned function. `others`: the
+    They are valid until the stack ends. Call on every rank; errors are raised by that function. `others`: the
     arguments of the save that exclude a merge, by name.
     """
 

@@ -128,7 +128,7 @@ _BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.
 
 @dataclass(frozen=True, eq=False)
 class LogitsCheck:
-    """The output of the live model for a batch, on rank 0; the other ranks take part in computing it."""
+    """The output of the live model for a batch. All ranks compute it; rank 0 compares it."""
 
     batch: Mapping[str, Any]
     logits: Tensor  # on the host, in float32
@@ -203,7 +203,7 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class SaveRequest:
-    """One call of `save`, its defaults filled in."""
+    """The arguments of one save, with defaults filled in."""
 
     model: nn.Module
     target: Place
@@ -221,13 +221,13 @@ class SaveRequest:
     captured: Captured | None = None  # the tensors and, for a run, its state; None: captured by `plan_save`
     run_id: str | None = None
     protect: tuple[Place, ...] = ()  # checkpoints that are not deleted to make room
-    extra_files: Mapping[str, str | bytes] = field(default_factory=dict)  # of the caller, by path in the checkpoint
+    extra_files: Mapping[str, str | bytes] = field(default_factory=dict)  # from the caller, by path in the checkpoint
     differing: replicas.Differences | None = None  # replicas that differ between ranks; None: not compared yet
     made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from
     access: Access = FREE  # upper bound of the permissions, where the checkpoint is made of other files
     merged: MergeChoice | None = None  # the adapters that are merged into the base
     check: LogitsCheck | None = None  # compared with the output of the written folder before the commit
-    collect: Callable[[Store], tuple[list[FileRecord], list[str]]] | None = None  # takes the writers' files into it
+    collect: Callable[[Store], tuple[list[FileRecord], list[str]]] | None = None  # collects the writers' files in it
 
 
 def request_of(config: SaverConfig, model: nn.Module, target: Place, **given: Any) -> SaveRequest:
@@ -247,7 +247,7 @@ class Companions:
     document: Document = field(default_factory=dict)  # the state of a run
 
     def contents(self) -> dict[str, bytes]:
-        """All files by path; the document is encoded now, when nothing changes it any more."""
+        """All files by path; the document is encoded here, because planning still changes it."""
         text = json.dumps(self.document, separators=(",", ":")).encode()
         return {**self.files, **({f"{FOLDER}/{DOCUMENT_NAME}": text} if self.document else {})}
 
@@ -340,11 +340,11 @@ def plan_save(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePl
     own = model_sources(captured.found) or captured.tensors.sources()
     links = format_named(request.format).is_plain and request.merged is None  # an export shares no files
     mode = config.reuse_frozen if links else "off"
-    # Identities, taken before a state dict replaces the tensors: all ranks plan the same files.
+    # Taken before a state dict replaces the tensors, so that all ranks plan the same files.
     frozen = frozenset(source.key for source in own.values() if not source.trainable and source.is_parameter)
     if request.state_dict is not None:
         own = from_state_dict(request.state_dict, own, ranks)
-    extra: dict[str, Any] = {}  # entries of the model's state dict that are no tensors
+    extra: dict[str, Any] = {}  # entries of the model's state dict that are not tensors
     if not request.adapter_only or captured.state is None:  # a run of an adapter has them in its state
         added = captured.tensors.added()
         extra = {name: one.value for name, one in added.items() if not isinstance(one.value, Tensor)}

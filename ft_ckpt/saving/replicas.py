@@ -1,7 +1,7 @@
 """Compares the replicas of each tensor during a save by their digests.
 
-A digest covers all bits of a replica. Replicas differ after LocalSGD, in statistics of batches, in parameters that a
-wrapper ignores and in replicated shards. The value of the first rank that holds the tensor is stored, and that rank
+A digest covers all bits of a replica. Replicas may differ after LocalSGD, in batch-norm statistics, in parameters that
+a wrapper ignores and in replicated shards. The value of the first rank that holds the tensor is stored, and that rank
 alone writes it; the checkpoint of a run also keeps the values of the other ranks.
 """
 
@@ -30,12 +30,12 @@ from ft_ckpt.training.state import settings_by_rank
 # rank holds no elements.
 Differences = Mapping[str, Mapping[int, str | None]]
 _WORDS = 1 << 24  # of 8 bytes, digested at a time on an accelerator
-_MIXING_FACTORS = (-7046029254386353131, -4417276706812531889, -8663945395140668459)  # odd constants of xxHash
+_MIXING_FACTORS = (-7046029254386353131, -4417276706812531889, -8663945395140668459)  # odd, of several hash functions
 
 
 @dataclass(frozen=True)
 class ReplicaDigest:
-    """The replica of one tensor on one rank."""
+    """The digest of the replica of one tensor on one rank."""
 
     place: str  # as `place_of` says
     bits: str  # hexadecimal; "" if this rank holds no elements
@@ -72,7 +72,7 @@ def digest_replicas(sources: Mapping[str, Source], rank: int) -> dict[str, Repli
 
 
 def digests_by_place(made: Mapping[str, ReplicaDigest]) -> dict[str, str]:
-    """One digest for each place of all replicas that a rank holds there: small enough for every save."""
+    """One digest of all replicas that a rank holds at a place, by place: small enough to exchange at every save."""
     places: dict[str, list[tuple[str, str]]] = {}
     for name, digest in made.items():
         places.setdefault(digest.place, []).append((name, digest.bits))
@@ -80,7 +80,7 @@ def digests_by_place(made: Mapping[str, ReplicaDigest]) -> dict[str, str]:
 
 
 def differing_places(digests: Iterable[Mapping[str, str]]) -> list[str]:
-    """The places at which ranks do not all hold the same, from the `digests_by_place` of each."""
+    """The places at which digests differ between ranks, from the `digests_by_place` of each."""
     seen: dict[str, set[str]] = {}
     for rank_digests in digests:
         for place, digest in rank_digests.items():

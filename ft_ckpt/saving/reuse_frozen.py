@@ -1,8 +1,8 @@
 """Reuses the files of frozen tensors: the next checkpoint links to those of an earlier one.
 
 Frozen tensors go into files of their own. Before such a file is written, each rank digests the bytes that it would
-write. If an earlier checkpoint has a file with that digest, it is hard-linked instead, whichever run made that
-checkpoint. Without hard links all files are written.
+write. If an earlier checkpoint, of any run, has a file with that digest, it is hard-linked instead, or copied by the
+object store. If neither is possible, the file is written.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from ft_ckpt.storage.store import Store, etag_of
 LEAST_BYTES = 64 << 20  # of frozen tensors that are worth a second file
 LEAST_SHARE = 0.25  # of a part that is worth a second file
 _EARLIER = 3  # newest checkpoints to look in: several models may be saved in turns
-_LINK = ".ft_ckpt-frozen-"  # prefix of the names in a stage of files that may be reused
+_LINK = ".ft_ckpt-frozen-"  # prefix of the names of files in a stage that may be reused
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ def frozen_shares(plans: Iterable[PartPlan], world_size: int) -> list[Share]:
 
 
 def link_candidates(shares: Sequence[Share], staging: Staging, ranks: Ranks, gathers: bool) -> dict[str, Offer]:
-    """On rank 0: take what earlier checkpoints have under the headers of these files into the staging; offers by path.
+    """On rank 0: link files of earlier checkpoints with the headers of these into the staging. Returns offers by path.
 
-    `gathers` says whether tensors may come to rank 0 in order to be digested.
+    `gathers`: whether tensors may be gathered on rank 0 for their digests.
     """
     earlier = list(earlier_checkpoints(staging.beside, _EARLIER)) if shares else []
     offers = {}
@@ -83,7 +83,7 @@ def equal_files(
 ) -> dict[str, str]:
     """The digests of the files that equal one of rank 0's `offers`, by path. Collective.
 
-    Each rank digests what it would write; tensors come to rank 0 where rank 0 alone wrote the earlier file.
+    Each rank digests the bytes that it would write. Tensors are gathered on rank 0 if it alone wrote the earlier file.
     """
     if not offers:
         return {}
@@ -106,7 +106,7 @@ def equal_files(
 
 
 def place_equal_files(shares: Sequence[Share], taken: Mapping[str, str], store: Store) -> list[FileRecord]:
-    """On rank 0: move the `taken` files to their paths, by digest; return their records. Raises TargetError."""
+    """On rank 0: link the files `taken` (path -> digest) to their paths; return their records. Raises TargetError."""
     records = []
     for share in shares:
         path = share.file.path
@@ -132,7 +132,7 @@ def _is_comparable(record: FileRecord, share: Share, ranks: Ranks, gathers: bool
 def _take_candidate(one: EarlierCheckpoint, record: FileRecord, share: Share, store: Store) -> bool:
     """Link the earlier file into the stage, see `take_earlier`, unless its header differs from the planned one."""
     name, header = _candidate_name(record.digest), share.file.layout.header
-    with suppress(OSError, CorruptError):  # deleted meanwhile, or no hard links
+    with suppress(OSError, CorruptError):  # deleted meanwhile, or the store cannot link it
         if store.stat(name) is not None:
             return True
         if take_earlier(one, record, store, name):

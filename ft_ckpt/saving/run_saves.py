@@ -37,7 +37,7 @@ _SAVES_WITHOUT_METRIC = 3  # before a warning that the metric is missing
 
 @dataclass(eq=False)
 class RunSaves:
-    """The saves of one run by one saver. Every method is collective."""
+    """The saves of one run by one saver. Call its methods on every rank."""
 
     run: TrainingRun
     pending: SaveRunner
@@ -46,9 +46,9 @@ class RunSaves:
     is_rehearsal: bool
     follow_up: FollowUp
     is_closed: bool = False
-    invited: tuple[Mapping[str, bool], float] | None = None  # the writers, and how long a save waits for them
-    session: OpenSession | None = None  # of these writers, on rank 0
-    last_saved: Place | None = None  # the last checkpoint of this process, on rank 0
+    invited: tuple[Mapping[str, bool], float] | None = None  # the writers, and seconds to wait for them
+    session: OpenSession | None = None  # of the writers, on rank 0
+    last_saved: Place | None = None  # the last checkpoint that this process saved, on rank 0
 
     def close(self) -> None:
         """Refuse later saves."""
@@ -143,7 +143,7 @@ class RunSaves:
             )
         except BaseException:
             run.history = history
-            run.note_saved(reason, {})  # the next try comes an interval later
+            run.note_saved(reason, {})  # so that the next try is an interval later
             raise
         run.warn_of_absent_metrics(_SAVES_WITHOUT_METRIC)
         cost = time.monotonic() - begun
@@ -190,7 +190,7 @@ class RunSaves:
         )  # fmt: skip
 
     def invite(self, writers: Mapping[str, bool], allow: Iterable[str], timeout_seconds: float) -> str:
-        """Open a session for these writers (True: optional); its token. Raises what `CheckpointSaver.invite` says."""
+        """Open a session for `writers` (True: optional); return its token. Raises as `CheckpointSaver.invite` does."""
         run, ranks = self.places.directory, self._current_ranks()
         if run is None or self.places.staging is not None:
             raise ConfigError(
@@ -214,13 +214,13 @@ class RunSaves:
         return str(ranks.agree("saver.invite()", value, error, same=("writers",)).result["token"])
 
     def reopen_session(self) -> None:
-        """Begin a new session for the writers, after a resume: they resume, too."""
+        """Open a new session after a resume, because the writers resume too."""
         self.last_saved = None
         if self.invited is not None:
             self.invite(self.invited[0], self.invited[0], self.invited[1])
 
     def end_session(self) -> None:
-        """Let the writers end."""
+        """Close the session, after which the writers end."""
         if self.session is not None:
             self.session.close()
             self.session = None
@@ -239,7 +239,7 @@ class RunSaves:
             self.follow_up.uploads.begin_round(self._upload_terms())
 
     def publish_resumed(self) -> None:
-        """Publish the resumed checkpoint, for servers that have lost it, or the version before; wait for it."""
+        """Publish the resumed checkpoint, or the version published before it, to servers that may lack it; wait."""
         publisher, resumed, ranks = self.follow_up.publisher, self.run.resumed_from, self._current_ranks()
         if publisher is None or resumed is None:
             return
@@ -258,7 +258,7 @@ class RunSaves:
             self.run.report = replace(self.run.report, notes=(*self.run.report.notes, note))
 
     def _last_published(self, resumed: Place) -> tuple[Place, str]:
-        """The checkpoint of the version that engines had when `resumed` was saved, else `resumed`; and why."""
+        """The checkpoint of the version that engines had when `resumed` was saved, else `resumed`; and the reason."""
         version, why = self.run.published, "it was saved before any version was published"
         if version is not None:
             why = f"the run has no checkpoint of the version {version}"

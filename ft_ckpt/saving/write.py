@@ -121,7 +121,7 @@ class SaveJob:
     request: SaveRequest
     plan: SavePlan
     staging: Staging | None  # on rank 0
-    stage: str | None  # the folder that all ranks write into; None where ranks cannot share a file
+    stage: str | None  # rank 0's staging folder; None if it is not on a disk
     offers: Mapping[str, Offer]  # of rank 0: earlier files that frozen ones may equal, by path
     state_dict: bool  # whether rank 0 was given one
     ranks: Ranks
@@ -130,7 +130,7 @@ class SaveJob:
     companions: tuple[FileRecord, ...] = ()  # on rank 0: the files in the stage that hold no tensors
     taken: dict[str, str] = field(default_factory=dict)  # digests of the earlier files that are reused, by path
     linked: list[FileRecord] = field(default_factory=list)  # on rank 0: their records
-    shares: list[files.Share] | None = None  # the division of files between ranks; None: each file has one writer
+    shares: list[files.Share] | None = None  # of files between ranks; None: each file has one writer
 
     @property
     def unlinked_plans(self) -> tuple[PartPlan, ...]:
@@ -140,7 +140,7 @@ class SaveJob:
 
 
 def write_tensors(job: SaveJob) -> dict[str, Any]:
-    """Move and write the tensors. Collective. Returns the records or digests of this rank's bytes, as JSON.
+    """Move and write the tensors. Collective. Returns the records of this rank's files or its digests, as JSON.
 
     Raises IncompleteError for tensors that the model's config ties and that differ.
     """
@@ -242,7 +242,7 @@ def _write_own_files(
     regions: Iterator[tuple[str, Region]],
     write: Callable[[FilePlan, Iterator[Region]], FileRecord],
 ) -> Iterator[FileRecord]:
-    """Write files from their regions, which come file by file; all regions are consumed."""
+    """Write files from their regions, which arrive file by file; all regions are consumed."""
     groups = groupby(regions, key=itemgetter(0))
     path, group = next(groups, ("", None))
     for file in mine:
@@ -254,7 +254,7 @@ def _write_own_files(
 
 
 def _divide_between_ranks(job: SaveJob) -> list[files.Share] | None:
-    """The division of files between ranks, if that pays and all see the stage; None: one writer a file. Collective."""
+    """The division of files between ranks, if it pays and all see the stage; None: one writer per file. Collective."""
     config = job.config
     plain = all(format_named(one.format).is_plain for one in job.plan.plans) and config.compression is None
     if job.ranks.size == 1 or config.each_rank_writes == "off" or not plain or config.nonfinite == "raise":

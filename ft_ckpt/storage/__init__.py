@@ -1,5 +1,5 @@
-"""Bytes on their way to and from where they are kept: stores (a folder, a bucket), the fast road of a disk, digests.
+"""Storage of bytes: stores (a local folder, a bucket), direct I/O on disks, digests.
 
-Nothing here knows tensors, models, ranks' agreements or what a checkpoint is, and nothing here imports torch. Begin at
-`store`, what a place that holds bytes can do; then `local_disk`, the durable steps each by one name, and `writer`.
+Nothing here depends on tensors, models, collectives or manifests, and nothing here imports torch. Begin at `store`, the
+interfaces of a store; then `local_disk`, the durable operations on a file system, and `writer`.
 """

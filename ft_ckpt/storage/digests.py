@@ -37,7 +37,7 @@ class FileRecord:
 
     path: str
     size_bytes: int
-    digest: str  # "xxh3-128:" and 32 hex digits of the whole file, or "xxh3-128-of-ranks:" as `digests` says
+    digest: str  # "xxh3-128:" and 32 hex digits of the whole file, or "xxh3-128-of-ranks:", see `joined_digest`
     cuts: tuple[Cut, ...] = ()  # in file order, if several ranks wrote it; bytes between cuts are rank 0's
     ranks: int = 1  # that wrote it
     linked: bool = False  # to the file of an earlier checkpoint, whose tensors had not changed since
@@ -71,19 +71,19 @@ def digest_of_open(file: Readable, record: FileRecord) -> str:
 
 
 def new_digest() -> xxhash.xxh3_128:
-    """The digest of no bytes yet."""
+    """The state of a digest, without bytes."""
     return xxhash.xxh3_128()
 
 
 def digest_problem(record: FileRecord, digest: str) -> str | None:
-    """The difference between `digest` and the record of a file, in words; None without one."""
+    """The message for a file whose `digest` differs from its record; None if it is equal."""
     if digest == record.digest:
         return None
     return f"{record.path}: digest {digest}, expected {record.digest}: its bytes have changed"
 
 
 class PassingProblem(str):
-    """A file that the system would not read now; the file may be whole."""
+    """A file that the system cannot read now; the file may be whole."""
 
     __slots__ = ()
 
@@ -122,7 +122,7 @@ def _read_digest(file: Readable, cuts: Sequence[Cut] = (), ranks: int = 1) -> st
     if file.size_bytes < _AHEAD_BYTES:
         running.update(memoryview(read_range(file, 0, file.size_bytes)))
         return running.text()
-    from ft_ckpt.storage.read_ahead import ByteRun, read_ahead  # here, so that listing does not pay for it
+    from ft_ckpt.storage.read_ahead import ByteRun, read_ahead  # lazily: listing does not need it
 
     for part in read_ahead([ByteRun("", file, 0, file.size_bytes)]):
         running.update(part.content)
@@ -135,17 +135,17 @@ def digest_of_bytes(content: bytes) -> str:
 
 
 def whole_digest(digest: str) -> str:
-    """The digest of a file that one rank wrote, from that of its bytes, hexadecimal."""
+    """The digest of a file that one rank wrote, from the hexadecimal digest of its bytes."""
     return _WHOLE + digest
 
 
 def file_digest(digests: Sequence[str]) -> str:
-    """The digest of a file from those of all its ranks' parts, hexadecimal, in rank order; of one rank's, its own."""
+    """The digest of a file from the hexadecimal digests of its ranks' parts, in rank order; `whole_digest` of one."""
     return whole_digest(digests[0]) if len(digests) == 1 else joined_digest(digests)
 
 
 def joined_digest(digests: Iterable[str]) -> str:
-    """The digest of a file from those of its ranks' parts, hexadecimal, in rank order."""
+    """The digest of a file from the hexadecimal digests of its ranks' parts, in rank order."""
     return _CUT + xxhash.xxh3_128_hexdigest("".join(digests).encode())
 
 

@@ -1,6 +1,7 @@
-"""Writes files past the page cache (O_DIRECT) where the file system allows it, else through the cache.
+"""Writes files past the page cache (O_DIRECT) where the file system allows it.
 
-Refused at open or at a write, the same file goes on through the page cache. Space is taken before the first byte.
+If O_DIRECT is refused, at open or at a write, the file is written through the page cache. Its space is allocated before
+the first byte is written.
 """
 
 import contextlib
@@ -17,16 +18,16 @@ from ft_ckpt.storage.read_ahead import ALIGNMENT, address_of
 from ft_ckpt.storage.store import FREE, Access, Stored
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES}  # a file system without it, or a file only to be read
+_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES}  # no O_DIRECT on this file system, or a read-only file
 _FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 @dataclass
 class LocalWriting:
-    """A file that is being written at `draft`, and moved to `path` in the end; or one that stays where it is.
+    """A file that is being written at `draft`; `finish` moves it to `path`, if that is another path.
 
-    Whole disk blocks of aligned memory go past the page cache, through the descriptor `direct`; all else goes through
-    it, as do the ends that share a disk block with another rank's bytes: there the kernel puts the two together.
+    Whole disk blocks of aligned memory go past the page cache, through the descriptor `direct`. All other bytes go
+    through it: the kernel merges the bytes of two ranks that share a disk block.
     """
 
     name: str
@@ -35,9 +36,9 @@ class LocalWriting:
     size_bytes: int
     plain: int
     direct: int  # -1: all goes through the page cache
-    is_shared: bool  # written by other processes, too, so that nobody here knows when it is whole
-    syncs: bool  # whether it survives a power cut from the end of `finish` on
-    is_new: bool = False  # whether nothing may be replaced
+    is_shared: bool  # other processes write to it, too: this one does not know when it is complete
+    syncs: bool  # whether it survives a power cut once `finish` has returned
+    is_new: bool = False  # whether an existing file is an error
     written: int = 0
     _lock: Lock = field(default_factory=Lock)
 
@@ -53,10 +54,10 @@ class LocalWriting:
             self.written += len(memory)
 
     def finish(self) -> Stored:
-        """Sync the file, unless somebody does that for all of them, and move it into place.
+        """Sync the file, unless a commit syncs all files later, and move it into place.
 
-        The bytes of one that is shared are always synced: what another machine has cached nobody else can. Raises
-        NameTakenError when it must be new and is not.
+        A shared file is always synced, because no other machine can sync the bytes that this one has cached. Raises
+        IncompleteError when bytes are missing, NameTakenError when it must be new and is not.
         """
         if self.written != self.size_bytes and not self.is_shared:
             self.abandon()
@@ -77,7 +78,7 @@ class LocalWriting:
         return local_disk.stored_file(self.name, found)
 
     def abandon(self) -> None:
-        """A file that other processes write into is not deleted."""
+        """A shared file is not deleted."""
         with contextlib.suppress(OSError):
             self._close()
         if not self.is_shared:
@@ -116,11 +117,10 @@ def create_file(
     syncs: bool = True,
     is_new: bool = False,
 ) -> LocalWriting:
-    """The new file `draft`, which is to be `path`; its space is taken, unless it is `shared`, see `allocate_file`.
+    """Create `draft`, which will be moved to `path`; its space is allocated, unless `shared`, see `allocate_file`.
 
-    It has the group and permissions of the file that it replaces, if there is one, and never more than `access`.
-    Raises NoSpaceError when there is not enough, TargetError when the file cannot be made, or is there already and not
-    `shared`.
+    It has the group and permissions of the file that it replaces, if there is one, limited by `access`. Raises
+    NoSpaceError when there is not enough, TargetError when `draft` cannot be created, or exists and is not `shared`.
     """
     with explained(path):
         old = None
@@ -145,9 +145,9 @@ def create_file(
 
 
 def allocate_file(path: Path, size_bytes: int, access: Access = FREE) -> None:
-    """Take the space for the file `path`, which is made where it is not there; several processes may write into it.
+    """Allocate the space of the file `path`, creating it if it is missing; several processes may write to it.
 
-    Raises NoSpaceError when there is not enough, TargetError when the file cannot be made.
+    Raises NoSpaceError when there is not enough, TargetError when the file cannot be created.
     """
     with explained(path):
         descriptor = os.open(path, _FLAGS | os.O_CREAT, 0o666 & local_disk.access_at(path, access).file_bits)
@@ -190,7 +190,7 @@ def _whole_blocks(offset: int, memory: memoryview) -> tuple[int, int]:
 
 
 def _write_all(descriptor: int, memory: memoryview, offset: int) -> None:
-    """Write `memory` at `offset` of the file; on through the page cache where it must be. Raises OSError."""
+    """Write `memory` at `offset` of the file; through the page cache if O_DIRECT is refused. Raises OSError."""
     done = 0
     while done < len(memory):
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)  # each time: another thread's refused write may change them

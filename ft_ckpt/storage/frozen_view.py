@@ -76,7 +76,7 @@ class ListedStore:
         return read_object(self, name, start, stop)
 
     def open(self, name: str) -> Readable:
-        """Open an object. Raises CorruptError when it is no longer the one that was listed, or small and damaged."""
+        """Open an object. Raises CorruptError when its version is not the listed one, or it is small and damaged."""
         listed = self.stat(name)
         if listed is None:
             raise MissingError(f"{self.where(name)}: no such object")
@@ -136,16 +136,16 @@ def hold_listed(store: Store) -> Store:
     return store if isinstance(store, LocalStore) else ListedStore(store, {each.name: each for each in store.list()})
 
 
-_BLOCK_BYTES, _MOST_BLOCKS = 256 << 10, 16  # a request to a bucket takes as long as a megabyte
+_BLOCK_BYTES, _MOST_BLOCKS = 256 << 10, 16  # the latency of a request equals the transfer of about 1 MB
 
 
 @dataclass(eq=False)
 class CachedObject:
-    """The open object `inner` with a cache of its last blocks; ranges larger than a block are not cached."""
+    """The open object `inner` with an LRU cache of blocks; ranges larger than a block are not cached."""
 
     inner: Readable
     can_map = False
-    _blocks: dict[int, bytes] = field(default_factory=dict)  # by number, those used last at the end
+    _blocks: dict[int, bytes] = field(default_factory=dict)  # by number, least recently used first
     _lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:

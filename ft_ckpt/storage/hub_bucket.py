@@ -1,7 +1,7 @@
 """Storage buckets of the Hugging Face Hub as stores, through huggingface_hub: its batches, listings and downloads.
 
-The name of a content, its Xet hash, is the version of an object. A bucket has no conditional writes: two savers could
-not exclude each other, so only whole checkpoints are sent there, see `transfer.hub_buckets`, and marks.
+The version of an object is its Xet hash. A bucket has no conditional writes, so two savers could not exclude each
+other: only whole checkpoints, see `transfer.hub_buckets`, and marks are written there.
 """
 
 import re
@@ -42,7 +42,7 @@ from ft_ckpt.storage.store import (
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # of a bucket, with its namespace
 _BUCKET_FILE: Any = BucketFile  # its methods are not typed
 _MISSING = (BucketNotFoundError, RepositoryNotFoundError)
-_FIRST_BYTES = 256 << 10  # read with the first range of a file: a request takes as long as a megabyte
+_FIRST_BYTES = 256 << 10  # read with the first range of a file: latency equals the transfer of about 1 MB
 
 
 @contextmanager
@@ -123,7 +123,7 @@ class HubBucket:
         return sorted(found, key=lambda each: each.name)
 
     def known_hashes(self, most: int) -> set[str]:
-        """The Xet hashes of the files here and below, of `most` at most: the bucket has their content."""
+        """The Xet hashes of the files among the first `most` entries below this folder."""
         with bucket_errors(self.url):
             some = islice(self._tree(self.prefix, recursive=True), most)
             return {each.xet_hash for each in some if isinstance(each, BucketFile)}
@@ -153,7 +153,7 @@ class HubBucket:
             self.send({name: data})
 
     def create(self, name: str, size_bytes: int) -> NoReturn:
-        """Refused, with a ConfigError."""
+        """Always raises ConfigError."""
         self._refuse(name)
 
     def copy(self, name: str, other: str, source: Store | None = None) -> bool:
@@ -168,7 +168,7 @@ class HubBucket:
         with bucket_errors(self.url, writing=True):
             try:
                 self.send({}, delete=doomed)
-            except HUB_ERRORS as error:  # some of them may be gone
+            except HUB_ERRORS as error:  # some of them may not exist
                 if hub_status(error) not in (200, 404, 422):
                     raise
                 left = [paths[each.path] for each in self.api.get_bucket_paths_info(self.bucket_id, paths)]
@@ -183,8 +183,9 @@ class HubBucket:
         copy: Mapping[str, tuple[str, str]] | None = None,
         delete: Sequence[str] = (),
     ) -> None:
-        """Add files by name, with the content of paths or bytes, or `copy` them from (bucket, Xet hash); `delete`
-        others. A batch of more than a thousand is sent in several, and each may be done in part when this raises.
+        """Add files from paths or bytes by name, `copy` others from (bucket, Xet hash), and `delete` others.
+
+        More than a thousand are sent in several batches; each may be applied in part when this raises.
         """
         self.api.batch_bucket_files(
             self.bucket_id,

@@ -1,4 +1,4 @@
-"""The client of the Hub: how it is made, its errors as ours, its progress bars."""
+"""The client of the Hub: construction, conversion of its errors, progress bars."""
 
 import re
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from ft_ckpt._version import __version__
 from ft_ckpt.errors import CheckpointError, MissingError, TargetError, UnreadableError
 from ft_ckpt.messages import clean_causes
 
-HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]  # the client's own, which is another package's in each version
+HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]  # of requests, httpx or httpx2, by the version of huggingface_hub
 HUB_ERRORS: tuple[Any, ...] = (HTTP_ERROR, OSError, ValueError, RuntimeError)
 MOST_TRIES = 4
 _XET_STATUS = re.compile(r"HTTP status \w+ error \((\d{3}) ")  # in the text of errors of hf_xet, which have no response
@@ -35,8 +35,9 @@ def make_api(token: str | None) -> HfApi:
 
 @contextmanager
 def hub_errors(where: str, *, writing: bool, failed: str = "not pushed") -> Iterator[None]:
-    """Convert errors of the Hub to TargetError, which says `failed`, when `writing`; else to MissingError or
-    UnreadableError.
+    """Convert errors of the Hub to TargetError when `writing`, else to MissingError or UnreadableError.
+
+    The message of a TargetError contains `failed`.
     """
     try:
         yield
@@ -73,7 +74,7 @@ def hub_status(error: BaseException | None) -> int | None:
 
 
 def is_worth_another_look(error: BaseException) -> bool:
-    """Whether to try again: after a concurrent change or a server error, which may have done what was asked."""
+    """Whether to retry: after a network or server error or a concurrent change; the request may have succeeded."""
     status = hub_status(error)
     return isinstance(error, HTTP_ERROR) if status is None else status in (409, 412) or status >= 500
 

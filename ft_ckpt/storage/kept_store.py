@@ -1,4 +1,4 @@
-"""Keeps large files in the memory they were digested in, so that each is read from the disk once.
+"""Keeps large files in the memory in which they were digested, so that each is read from the disk once.
 
 A file in the page cache is digested in a mapping that is used afterwards; any other is read past the cache into private
 memory, if there is enough. Nothing is handed out before all digests are compared.
@@ -15,7 +15,7 @@ from ft_ckpt.storage.proofs import SourceFolder
 from ft_ckpt.storage.read_ahead import LEAST_WHOLE_BYTES, available_bytes, is_cached, read_whole
 from ft_ckpt.storage.store import Readable
 
-_STEP_BYTES = 32 << 20  # digested at once; the program can be interrupted between
+_STEP_BYTES = 32 << 20  # digested in one call; signals are handled between calls
 
 
 @dataclass(eq=False)

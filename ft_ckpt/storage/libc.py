@@ -31,7 +31,7 @@ def exchange_folders(one: Path, other: Path) -> None:
 def fallocate(descriptor: int, size_bytes: int) -> None:
     """Allocate the first `size_bytes` of a file. Raises OSError, with ENOSYS where the C library has no such call.
 
-    Not posix_fallocate: where the file system has no such operation, the C library writes every block itself.
+    Not posix_fallocate: on file systems without the operation, the C library writes to every block.
     """
     if not hasattr(_LIBC, "fallocate"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), "fallocate")

@@ -15,7 +15,7 @@ from ft_ckpt.messages import warn
 from ft_ckpt.storage import libc, locks
 from ft_ckpt.storage.store import FREE, Access, Stored
 
-# The calls that change the disk, each by one name, so that a test can stop the process at every one of them.
+# Calls that change the disk, under names that tests can replace to stop the process at each of them.
 mkdir = os.mkdir
 move = os.replace
 exchange_folders = libc.exchange_folders
@@ -48,14 +48,14 @@ def local_path(place: str | os.PathLike[str]) -> Path:
 
 
 def regular_descriptor(path: Path) -> int:
-    """A descriptor of a regular file, for reading. A pipe, socket or device is refused and never waited for.
+    """A descriptor of a regular file, for reading; opening never blocks.
 
-    Raises OSError, or CorruptError for what is no regular file.
+    Raises OSError, or CorruptError for anything but a regular file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno != errno.ENXIO:  # what a socket says
+        if error.errno != errno.ENXIO:  # a socket
             raise
         raise CorruptError(f"{path}: not a regular file; move it away") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -110,7 +110,7 @@ def sync_open(handle: int) -> None:
 
 
 def sync_all(paths: Sequence[Path]) -> None:
-    """Sync all `paths`, many at once in no order: a journalling file system then commits them together."""
+    """Sync all `paths`, in parallel and in no order: a journalling file system then commits them together."""
     if len(paths) <= _FEW_PATHS:
         for path in paths:
             sync_path(path)
@@ -306,14 +306,14 @@ def access_of(found: os.stat_result) -> Access:
     """The access to a file or folder with this stat result."""
     bits = found.st_mode & 0o777
     if stat.S_ISDIR(found.st_mode):
-        return Access(0o777, bits, found.st_gid)  # whatever files are in it
+        return Access(0o777, bits, found.st_gid)  # independent of its files
     return Access(bits | stat.S_IRUSR, 0o777, found.st_gid)  # its owner may always read it
 
 
 def move_new(draft: Path, path: Path) -> None:
-    """Give `draft` its name `path`, which must not be taken, in one step: by a link, because a rename would replace.
+    """Move `draft` to `path`, which must not exist: by a hard link, because a rename would replace a file.
 
-    Raises FileExistsError.
+    Without hard links, an empty file takes the name first. Raises FileExistsError.
     """
     try:
         os.link(draft, path)
@@ -330,7 +330,7 @@ def real_path(target: Path) -> Path:
     """`target` with links resolved, so that a link stays and its target is replaced. TargetError for a loop."""
     try:
         return Path(target).resolve()
-    except RuntimeError as error:  # what Python before 3.13 raises
+    except RuntimeError as error:  # before Python 3.13
         raise TargetError(f"{target}: a loop of symbolic links ({error}); choose another path") from error
 
 

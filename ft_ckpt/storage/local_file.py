@@ -1,9 +1,9 @@
 """Open local files: ranges and mappings, with an error when the file changes while it is open.
 
-A file that is deleted or replaced by rename stays whole here, since it is held by its descriptor. One that is cut
-short or written to in place is noticed before its bytes are handed out: size and time of change are compared each
-time. What was copied is safe for good. What was mapped and handed out lies in the file itself: cutting the file short
-after that takes the ground from under it (SIGBUS), for us as for every program that maps files.
+A file that is deleted or replaced by rename stays readable through its descriptor. Truncation and writes in place are
+detected before bytes are handed out: size and modification time are compared at each read and mapping. Later changes
+do not affect copied bytes. Mapped bytes are pages of the file: truncating it after they were handed out raises SIGBUS
+at the next access, as in every program that maps files.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ Watch = Callable[[int, memoryview, "LocalFile | None"], None]  # receives bytes 
 
 
 class LocalFile:
-    """A file that is open for reading; closed at the latest when nothing uses this any more."""
+    """A file that is open for reading; closed by `close` or when this object is garbage-collected."""
 
     can_map = True
 
@@ -51,7 +51,7 @@ class LocalFile:
             if not count:
                 break
             done += count
-        self.check()  # after reading, so that bytes written meanwhile are not taken for the file's
+        self.check()  # after reading, so that a concurrent write is detected
         if done < wanted:
             raise CorruptError(
                 f"{self.path.name}: ends at byte {start + done}, bytes up to {start + wanted} asked for; it was cut "
@@ -78,7 +78,7 @@ class LocalFile:
             )
 
     def close(self) -> None:
-        """Close the file. What was mapped from it stays valid."""
+        """Close the file. Its mappings stay valid."""
         self._closed = True
         self._closer()
 
@@ -94,21 +94,21 @@ class LocalFile:
 
 
 def open_local_file(path: Path, name: str = "") -> LocalFile:
-    """Open a regular file anywhere. Raises OSError, or CorruptError for what is no regular file."""
+    """Open a regular file. Raises OSError, or CorruptError for anything else."""
     return LocalFile(name or path.name, path, local_disk.regular_descriptor(path))
 
 
 class MappedBytes:
-    """All of a file as private memory: read where it is touched, and what is written to it stays here.
+    """A whole file as a private mapping: pages are read at first access, and writes do not reach the file.
 
-    With `is_own` it is plain memory that the file was read into. One mapping for all tensors, since many are slower to
-    touch; their memory is given back one by one. Python's mmap is as fast, but before 3.13 (`trackfd`) it keeps the
-    file open for as long as any tensor of it is in use: one descriptor for each shard of every model that is loaded.
+    With `is_own` it is anonymous memory that the file was read into. One mapping serves all tensors, because many
+    mappings are slower to touch; the memory of each tensor is released separately. Python's mmap is as fast, but before
+    3.13 (`trackfd`) it keeps a descriptor open for each shard while any tensor of it is in use.
     """
 
     def __init__(self, address: int, size_bytes: int, is_own: bool) -> None:
         self.address, self.is_own = address, is_own
-        self.given_back: set[tuple[int, int]] = set()  # runs whose edges may still have what was written there
+        self.given_back: set[tuple[int, int]] = set()  # released parts: their edges may still contain writes
         self.memory = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
         self.parts: dict[tuple[int, int], _FileRange] = {}
         weakref.finalize(self, libc.munmap, address, size_bytes).atexit = False  # tensors may outlive the exit
@@ -124,9 +124,9 @@ class MappedBytes:
         return MappedBytes(address, size_bytes, is_own=descriptor < 0)
 
     def lend(self, start: int, size_bytes: int, read_into: Callable[[memoryview, int], None]) -> memoryview:
-        """A part of the memory, which is given back when nothing uses it any more; the same one while it is in use.
+        """A part of the memory, released when nothing refers to it; the same object while it is in use.
 
-        What was given back and may not be as it was is read again by `read_into`.
+        Bytes of a part that was released before and may differ from the file are read again by `read_into`.
         """
         part = self.parts.get((start, size_bytes))
         held = None if part is None else part()
@@ -146,7 +146,7 @@ class MappedBytes:
         return held
 
     def give_back(self, start: int, size_bytes: int) -> None:
-        """Drop the pages that are of this part alone."""
+        """Release the pages that lie entirely in this part."""
         self.given_back.add((start, size_bytes))
         first, last = start + -start % _PAGE, (start + size_bytes) // _PAGE * _PAGE
         if first < last:
@@ -154,28 +154,28 @@ class MappedBytes:
 
 
 class _FileRange(weakref.ref[memoryview]):
-    """A weak reference to a part in use, which keeps the mapping. Small, since one is made at a tensor's first use."""
+    """A weak reference to a part in use, which keeps the mapping alive. Small, because there is one for each tensor."""
 
     __slots__ = ("mapping", "size_bytes", "start")
     mapping: MappedBytes
     start: int
     size_bytes: int
 
-    def end_use(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:  # bound: names go first at exit
-        """Give back the memory of a part that nothing uses any more."""
+    def end_use(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:  # bound: exit clears globals first
+        """Release the memory of a part that nothing refers to any more."""
         if is_over():
             return
         del _lent[id(self)]
         key = self.start, self.size_bytes
-        if self.mapping.parts.get(key) is self:  # and not of another thread, which asked at the same moment
+        if self.mapping.parts.get(key) is self:  # not replaced by another thread at the same moment
             del self.mapping.parts[key]
             self.mapping.give_back(*key)
 
 
-_lent: dict[int, _FileRange] = {}  # those in use: a reference that is itself forgotten would not be called
+_lent: dict[int, _FileRange] = {}  # parts in use: the callback of a weak reference runs only if it is alive
 
 
 def _shared_edges(start: int, end: int) -> list[tuple[int, int]]:
-    """The ends of [start, end) that share pages with their neighbours, and therefore are not given back."""
+    """The ends of [start, end) that share pages with their neighbours and are therefore not released."""
     first, last = start + -start % _PAGE, end // _PAGE * _PAGE
     return [(start, min(first, end)), (max(last, start), end)] if first < last else [(start, end)]

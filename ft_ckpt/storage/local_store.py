@@ -1,4 +1,4 @@
-"""A local folder as a store. Objects are files; what is not finished is in hidden drafts beside them."""
+"""A local folder as a store. Objects are files; unfinished ones are hidden drafts beside them."""
 
 import contextlib
 import errno
@@ -38,8 +38,8 @@ class LocalStore:
 
     folder: Path
     direct_bytes: int | None = BLOCK_BYTES  # new objects from this size on go past the page cache; None: none does
-    syncs: bool = True  # whether objects survive a power cut at once; in a stage the commit sees to that, for all files
-    access: Access = FREE  # who may read new files and folders at most, where they are made of others
+    syncs: bool = True  # whether objects survive a power cut at once; in a stage, the commit syncs all files
+    access: Access = FREE  # upper limit of the permissions of new files and folders
 
     @property
     def url(self) -> str:
@@ -68,7 +68,7 @@ class LocalStore:
         return read_object(self, name, start, stop)
 
     def open(self, name: str) -> Readable:
-        """Raises CorruptError for a pipe, socket or device."""
+        """Raises CorruptError for anything but a regular file."""
         path = self.path(name)
         with _reading(path):
             return open_local_file(path, name)
@@ -78,7 +78,7 @@ class LocalStore:
         path, draft = self.path(name), None
         if self.syncs and not create_only:
             draft = path.with_name(f"{PREFIX}{path.name.lstrip('.')}{_DRAFT}")
-            with explained(path), contextlib.suppress(FileNotFoundError):  # of one who died
+            with explained(path), contextlib.suppress(FileNotFoundError):  # of a killed process
                 local_disk.unlink(draft)
         writing = self._begin_file(name, len(data), draft, is_new=create_only)
         try:
@@ -89,7 +89,7 @@ class LocalStore:
             raise
 
     def create(self, name: str, size_bytes: int) -> LocalWriting:
-        """The space is allocated now; NoSpaceError when there is none."""
+        """Allocates the space at once. Raises NoSpaceError when there is none."""
         return self._begin_file(name, size_bytes)
 
     def allocate(self, name: str, size_bytes: int) -> None:
@@ -197,7 +197,7 @@ class LocalStore:
         return create_file(name, path, draft or _draft_name(path), size_bytes, self.access, direct=direct, **how)
 
     def make_parents(self, path: Path) -> None:
-        """Make the folders that `path` is in, but not a stage itself, which may have been removed."""
+        """Make the parent folders of `path`, but not a stage itself, which may have been deleted."""
         if self.syncs:
             local_disk.make_folder(self.folder)
         for name in reversed(path.relative_to(self.folder).parents[:-1]):
@@ -218,14 +218,14 @@ def folder_of(store: Store) -> Path:
 
 
 def linked_path(path: Path) -> Path | None:
-    """The destination of a symbolic link; None for another file, and for links that lead to one another."""
+    """The destination of a symbolic link; None for any other file and for a loop of links."""
     with contextlib.suppress(OSError, RuntimeError):
         return path.resolve() if path.is_symlink() else None
     return None
 
 
 def files_access(path: Path) -> Access:
-    """The access to a file, or to all files below a folder but our own marks: what all who have it may read."""
+    """The access to a file, or the access common to all files below a folder except our marks."""
     paths = [path]
     if path.is_dir():
         walk = os.walk(path)
@@ -234,7 +234,7 @@ def files_access(path: Path) -> Access:
 
 
 def folders_access(path: Path, goal: Path) -> Access:
-    """The access to a folder and those in it, and to the one that it or a file is in, unless `goal` is in that, too."""
+    """The access common to the folders at and below `path`, and to its parent unless `goal` is below the parent."""
     path, goal = path.resolve(), goal.resolve()
     folders = [Path(place) for place, _, _ in os.walk(path)]
     return _least(folders if goal.is_relative_to(path.parent) else [path.parent, *folders])
@@ -262,7 +262,7 @@ def _path_access(path: Path) -> Access:
     except OSError as error:
         if error.errno not in (*_ABSENT, errno.ELOOP):
             raise
-        return FREE  # a link that leads nowhere, or to itself
+        return FREE  # a dangling link, or a loop of links
 
 
 @contextlib.contextmanager
@@ -271,7 +271,7 @@ def temporary_store(folder: str | Path | None = None, prefix: str = "ft_ckpt-cop
 
     Only this user can read it. Leftovers of killed processes are deleted too.
     """
-    import tempfile  # here, so that listing does not pay for it
+    import tempfile  # lazily: listing does not need it
 
     with locked_folder(Path(folder or tempfile.gettempdir()), prefix) as room:
         yield LocalStore(room)
@@ -279,7 +279,7 @@ def temporary_store(folder: str | Path | None = None, prefix: str = "ft_ckpt-cop
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Convert errors of the system while reading; a missing file is MissingError."""
+    """Convert system errors of a read; a missing file becomes MissingError."""
     try:
         with damaged_input(path):
             yield

@@ -1,7 +1,7 @@
 """Locks of hidden files and folders: they show whether the process that made one is alive.
 
-A lock ends with its process, and every process and container of the machine sees it. Where locks give no information
-(processes of other machines, file systems without locks), the age decides.
+A lock ends with its process and is visible to every process and container of the machine. Where locks give no
+information (processes of other machines, file systems without locks), the age decides.
 """
 
 import errno
@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-OWNER = r".+-\d+-[0-9a-f]{8}"  # what `new_owner` makes, and ft_ckpt 0.1.0 made
+OWNER = r".+-\d+-[0-9a-f]{8}"  # a result of `new_owner`, also of ft_ckpt 0.1.0
 _MACHINE = re.compile(r".*-(?P<machine>[0-9a-f]{8})-\d+-[0-9a-f]{8}", re.DOTALL)
 _held: dict[str, int] = {}  # path -> descriptor of its lock
 _change = threading.Lock()
@@ -39,7 +39,7 @@ def machine_id() -> str | None:
 
 
 def hold_lock(path: Path) -> bool | None:
-    """Lock the file or folder `path` until `release_lock`; False when another process has the lock, or `path` is gone.
+    """Lock the file or folder `path` until `release_lock`; False if another process has it or `path` is missing.
 
     None if unknown: the file system has no locks, or `path` cannot be opened.
     """
@@ -62,7 +62,7 @@ def hold_lock(path: Path) -> bool | None:
 
 
 def release_lock(path: Path) -> None:
-    """Release the lock on `path`, wherever it was moved since; nothing happens when it was not held."""
+    """Release the lock that was taken at `path`, even if the file was moved since; does nothing if it was not held."""
     with _change:
         descriptor = _held.pop(str(path), None)
     if descriptor is not None:
@@ -73,7 +73,7 @@ def release_lock(path: Path) -> None:
 
 @contextmanager
 def holding_lock(path: Path) -> Iterator[bool | None]:
-    """Hold the lock on `path` while the block runs; yields the answer of `hold_lock`."""
+    """Hold the lock on `path` while the block runs; yields the result of `hold_lock`."""
     mine = hold_lock(path)
     try:
         yield mine
@@ -86,8 +86,8 @@ def holding_lock(path: Path) -> Iterator[bool | None]:
 def claim_leftover(path: Path, owner: str, seconds: float) -> Iterator[bool]:
     """Lock the leftover of `owner` at `path` while the block runs; yields False when it must not be deleted.
 
-    That is while another process has it locked; without lock information, or if another machine made it, also until it
-    is `seconds` old.
+    It must not while another process has it locked; without lock information, or if another machine made it, also until
+    it is `seconds` old.
     """
     with holding_lock(path) as mine:
         named = _MACHINE.fullmatch(owner)

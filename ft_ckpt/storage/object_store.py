@@ -174,7 +174,7 @@ class RemoteWriting:
     _ahead: dict[int, bytes] = field(default_factory=dict)  # beyond a gap
     _ready: deque[bytes] = field(default_factory=deque)
     _arrived: int = 0  # bytes without a gap
-    _waiting: int = 0  # of them those that are not yet sent
+    _waiting: int = 0  # bytes in `_ready`, not yet taken by the client
     _over: bool = False
     _dropped: bool = False
     _error: BaseException | None = None
@@ -188,7 +188,7 @@ class RemoteWriting:
         self._thread.start()
 
     def write(self, offset: int, memory: memoryview) -> None:
-        """Blocks while a whole part is waiting to be sent."""
+        """Blocks until less than a part is waiting to be sent."""
         if offset + len(memory) > self.size_bytes:
             raise IncompleteError(f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}")
         with self._change:
@@ -263,8 +263,8 @@ class RemoteWriting:
             return piece
 
 
-_FIRST_BYTES = 256 << 10  # read when an object is opened: a request takes as long as a megabyte
-_MADE_UP = "~"  # prefix of our version of an object without an etag
+_FIRST_BYTES = 256 << 10  # read when an object is opened: latency equals the transfer of about 1 MB
+_MADE_UP = "~"  # prefix of the version of an object without an etag
 
 
 @dataclass(frozen=True)

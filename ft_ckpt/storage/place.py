@@ -38,8 +38,8 @@ def is_hub_bucket(place: "str | os.PathLike[str] | Place") -> bool:
 def open_store(place: str | os.PathLike[str], **options: Any) -> Store:
     """The store at `place`: the path of a local folder, or a URL (s3://, gs://, az://, memory://, hf://buckets/).
 
-    `options` go to the client of an object store, which is made once for each bucket and options; credentials, endpoint
-    and region come from the environment variables that the services' own tools use. A bucket of the Hub has one option,
+    `options` go to the client of an object store, which is shared for equal bucket, options and variables; credentials,
+    endpoint and region come from the environment variables of the services' tools. A bucket of the Hub has one option,
     `token`. Raises ConfigError for a URL that no client supports or that contains a key, and if the package for object
     stores is not installed.
     """
@@ -150,8 +150,9 @@ class Place:
             raise LoadError(f"{self}: a folder, or no regular file; name a file") from error
 
     def folders_around(self, levels: int = 4) -> Iterator[tuple[Store, str]]:
-        """This folder and its parents, nearest first, each with the name of this place in it; for a symbolic link, then
-        those of its destination.
+        """This folder and its parents, nearest first, each with the name of this place in it.
+
+        For a symbolic link, those of its destination follow.
         """
         yield from _parents(self, levels)
         destination = linked_path(Path(str(self))) if isinstance(self.store, LocalStore) else None
@@ -191,7 +192,7 @@ def open_place(place: "str | os.PathLike[str] | Place", **options: Any) -> Place
 def source_access(found: Place, origin: Place, goal: Place) -> Access:
     """The access to something made at `goal` from the file or folder `found`, called `origin` by the user.
 
-    On local disks, that of everyone who may read all its files and enter its folders; FREE if a bucket is involved.
+    On local disks, the access common to all its files and folders; FREE if a bucket is involved.
     """
     if not all(isinstance(each.store, LocalStore) for each in (found, origin, goal)):
         return FREE

@@ -1,10 +1,10 @@
 """Digests that are compared while files are read, and before each commit of anything made of them.
 
 A file has one digest for the bytes of each rank that wrote it, and a digest of these. Each reader computes the digests
-of some writers' parts, preferably of bytes it reads anyway; they are compared when all are in. A reader of most of a
-file also compares the whole file and reports only damage: the page cache of one machine may be damaged where that of
-another is not. By then the bytes are in use, so a reader must ask for the outcome and discard everything made of a
-damaged file.
+of some writers' parts, preferably of bytes it reads anyway; they are compared when all are computed. A reader of most
+of a file also compares the whole file and reports only damage, because the page cache of one machine may be damaged
+where that of another is not. By then the bytes are in use, so a reader must check the outcome and discard everything
+made of a damaged file.
 """
 
 import sys
@@ -39,7 +39,7 @@ _NO_PART = sys.maxsize, sys.maxsize, -1
 
 @dataclass(frozen=True)
 class PartDigests:
-    """The digests, hexadecimal, of what the ranks `first`, `first` + 1, ... wrote of the file `path`."""
+    """The digests, hexadecimal, of the parts of the file `path` that the ranks `first`, `first` + 1, ... wrote."""
 
     path: str
     first: int
@@ -48,14 +48,14 @@ class PartDigests:
 
 @dataclass(eq=False)
 class FileProof:
-    """The digests of what the ranks `owners` wrote of a file; due until they are computed."""
+    """The digests of the parts of a file that the ranks `owners` wrote; due until they are computed."""
 
     record: FileRecord
     open_file: Callable[[], Readable]
     owners: range
     found: PartDigests | None = None
     failure: str | None = None  # damage of the file that was found here
-    is_wide: bool = False  # the whole file is compared here, whatever other ranks do
+    is_wide: bool = False  # the whole file is compared here, independently of other ranks
 
     @property
     def is_due(self) -> bool:
@@ -241,8 +241,7 @@ class SourceFolder(LocalStore):
 
 @contextmanager
 def proving(proof: SourceProof) -> Iterator[None]:
-    """Compare the files of an open checkpoint with their digests at each commit of this thread, and at the end of the
-    block.
+    """Compare the files of an open checkpoint with their digests at each commit of this thread and after the block.
 
     Raises CorruptError for damage, and in place of a library's error after reading damaged files.
     """

@@ -34,7 +34,7 @@ _FIRST = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file
 
 
 class BlockKeeper:
-    """Allocates the blocks that are read into, and tracks how long they are in use: here, only while passed on."""
+    """Allocates the blocks that are read into, and tracks their use; here they are free once they were passed on."""
 
     def make_block(self, size_bytes: int) -> Memory:
         """New memory, preferably page-aligned."""
@@ -121,7 +121,7 @@ class ByteRun:
     file: Readable
     start: int
     size_bytes: int
-    watch: Callable[[int, memoryview], None] | None = None  # called with each part in order: its place, its bytes
+    watch: Callable[[int, memoryview], None] | None = None  # called with the offset and bytes of each part, in order
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +166,7 @@ def read_ahead(
 
     If the first run is remote, there are at least six threads. At most `threads` + 2 blocks of `block_bytes` (a
     multiple of ALIGNMENT; None: 8 MiB, 16 for remote objects) are in use. `direct`: "auto" reads past the page cache
-    unless the bytes are in it, "on" always, "off" never; file systems that do not support it use the page cache.
+    unless a read is small or cached, "on" always, "off" never; file systems that do not support it use the page cache.
     `keeper` allocates the blocks, and keeps them while their bytes are copied. Raises CorruptError when a file is too
     short, cannot be read, or has changed since it was opened.
     """
@@ -279,7 +279,7 @@ def _open_direct(file: Readable, stack: ExitStack) -> int | None:
     """A second descriptor of the open file, with O_DIRECT; None if that is refused, or the file is not local."""
     if not isinstance(file, LocalFile):
         return None
-    with suppress(OSError, AttributeError):  # by its descriptor: its path may lead elsewhere by now
+    with suppress(OSError, AttributeError):  # by its descriptor: its path may be another file by now
         door = os.open(f"/proc/self/fd/{file.descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         stack.callback(os.close, door)
         return door
@@ -310,12 +310,12 @@ def _read_local(file: LocalFile, job: _BlockRead, view: memoryview, door: int | 
         except OSError as error:
             if error.errno != errno.EINVAL or door is None:
                 raise file.refused(f"at byte {job.start + done}", error) from error
-            door = None  # some file systems refuse only here, all of them after an odd number of bytes
+            door = None  # some file systems refuse only here, all of them after an unaligned count
             continue
         if not count:
             break
         done += count
-    file.check()  # after reading, so that bytes written meanwhile are not taken for the file's
+    file.check()  # after reading, so that a concurrent write is detected
     if done < wanted:
         raise CorruptError(
             f"{file.path.name}: ends at byte {job.start + done}, bytes up to {job.end} asked for; "

@@ -1,4 +1,4 @@
-"""Scratch files for libraries that need a path, files that appear whole or not at all, progress bars."""
+"""Scratch files for libraries that need a path, atomic replacement of files, progress bars."""
 
 import os
 import shutil
@@ -140,9 +140,9 @@ _NAME_BYTES = 150  # of the target's name in the hidden folder's; 255 are allowe
 
 
 def object_target(path: str | os.PathLike[str] | Place) -> Place:
-    """The place of an object to write; a link to a file leads to it.
+    """The place of an object to write; links are resolved.
 
-    Raises TargetError for a folder on this machine, and where there is no folder to write in; ConfigError for a bucket.
+    Raises TargetError for a local folder, and if the parent folder does not exist; ConfigError for a whole bucket.
     """
     place = open_place(path)
     if not isinstance(place.store, LocalStore):
@@ -159,10 +159,10 @@ def object_target(path: str | os.PathLike[str] | Place) -> Place:
 def replaced_object(target: Place, access: Access = FREE) -> Iterator[Place]:
     """Yield a place at which the block makes an object, which then replaces `target` durably and atomically.
 
-    On a disk the folder of `target` is made if it is missing; the file gets the group and permissions of the one that
-    it replaces, limited by `access`. In a bucket the place is `target` itself, because objects appear as a whole there;
-    if the block raises afterwards, the object is deleted. Raises OSError, TargetError, and CorruptError if it was made
-    of damaged checkpoints.
+    On a disk the parent folder is created if it is missing; the file gets the group and permissions of the one that it
+    replaces, limited by `access`. In a bucket the place is `target` itself, because objects appear as a whole there; if
+    the block raises afterwards, the object is deleted. Raises OSError, TargetError, and CorruptError if it was made of
+    damaged checkpoints.
     """
     store = target.store
     if isinstance(store, LocalStore):
@@ -204,7 +204,7 @@ def scratch_file(target: Place) -> Iterator[Path]:
 
 @contextmanager
 def scratch_folder(store: Store) -> Iterator[Path]:
-    """The path of a folder for a library to fill: the local store itself, or one that is copied into the store."""
+    """Yield a folder for a library to fill: the local store's own, or a temporary one that is copied into the store."""
     if isinstance(store, LocalStore):
         yield store.folder
         return
@@ -259,13 +259,13 @@ def track_progress(
 
 
 def is_worth_showing(total_bytes: int) -> bool:
-    """Whether a bar shows the progress of so many bytes: of many, on a terminal."""
+    """Whether to show a progress bar: from 64 MiB on, on a terminal."""
     return total_bytes >= _WORTH_SHOWING_BYTES and sys.stderr.isatty()
 
 
 @contextmanager
 def track_bytes(total_bytes: int, label: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that takes the number of bytes done, and shows a bar for large totals on a terminal."""
+    """Yield a function that advances a progress bar by some bytes; only large totals on a terminal have a bar."""
     if not is_worth_showing(total_bytes):
         yield lambda _size_bytes: None
         return

@@ -39,7 +39,7 @@ def is_utf8(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-HUB_BUCKETS = "hf://buckets/"  # how the URLs of storage buckets of the Hugging Face Hub begin
+HUB_BUCKETS = "hf://buckets/"  # prefix of the URLs of storage buckets of the Hugging Face Hub
 MOST_TEXT_BYTES = 256 << 20  # of a config, an index or another document
 
 
@@ -214,7 +214,7 @@ def refuse_beyond(file: Readable, where: str, stop: int) -> None:
 
 
 def refuse_other_length(where: str, start: int, found: int, expected: int) -> None:
-    """Raise CorruptError if an answer has `found` bytes, not the `expected` ones."""
+    """Raise CorruptError if a response has `found` bytes instead of `expected`."""
     if found != expected:
         raise CorruptError(f"{where}: {found} bytes came from byte {start} on, expected {expected}; read it again")
 
@@ -264,7 +264,7 @@ class Access:
 
     file_bits: int = 0o777
     folder_bits: int = 0o777
-    group: int | None = None  # None: whatever the group
+    group: int | None = None  # None: any group
 
     def __and__(self, other: "Access") -> "Access":
         """The access to something made of both."""
@@ -289,6 +289,6 @@ FREE = Access()  # the umask alone decides
 
 
 def _for_anyone(bits: int) -> int:
-    """The bits if group and others are different people: what both may do."""
+    """The bits for a file in another group: group and others get the bits that both have."""
     both = bits >> 3 & bits & 0o7
     return bits & ~0o077 | both << 3 | both

@@ -22,12 +22,12 @@ from ft_ckpt.storage.read_ahead import ALIGNMENT, BLOCK_BYTES, ByteRun, new_bloc
 from ft_ckpt.storage.store import Store
 
 _TRIED_MOUNTS: set["MountedFrom"] = set()  # mounts that this process has tried
-# Buckets that are mounted as folders: what is written goes up later, in any order, and a rename is many copies.
+# Buckets that are mounted as folders: files are uploaded later, in any order, and a rename copies every object.
 _BUCKET_MOUNTS = re.compile(
     r"s3fs|mountpoint-s3|mount-s3|gcsfuse|goofys|geesefs|rclone|blobfuse2?|ossfs|cosfs|obsfs|catfs|yas3fs|s3ql"
 )
 _LOCAL_FILE_SYSTEMS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
-TRIAL = f"{PREFIX}probe-"  # prefix of the hidden folders that trials are made in
+TRIAL = f"{PREFIX}probe-"  # prefix of the hidden folders of trials
 _FILE, _CONTENT = "file", b"written by a trial, to be deleted" * 128  # in each of them
 
 
@@ -60,7 +60,7 @@ class Ability:
 
     name: str
     works: bool
-    detail: str  # what was observed, or the error of the system
+    detail: str  # "" if it works; else the observation, or the error of the system
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class StoreSpeed:
 
 
 def mount_of(folder: Path) -> MountedFrom | None:
-    """The file system of `folder`, which need not exist yet; None where the system does not say."""
+    """The file system of `folder`, which need not exist yet; None if unknown."""
     try:
         table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
@@ -90,9 +90,9 @@ def mount_of(folder: Path) -> MountedFrom | None:
 
 
 def try_place(store: Store, names: Collection[str] | None = None) -> tuple[Ability, ...]:
-    """Try what saves rely on, or the trials `names` of it, in a new hidden folder in `store`.
+    """Run the trials `names` (None: all) in a new hidden folder in `store`.
 
-    Raises TargetError, UnreadableError or ConfigError where nothing can be written, or it cannot be deleted again.
+    Raises TargetError, UnreadableError or ConfigError if the folder cannot be written or deleted again.
     """
     trials: Mapping[str, Callable[[Any], str]] = FOLDER_TRIALS if isinstance(store, LocalStore) else BUCKET_TRIALS
     with _trial_folder(store) as room:
@@ -111,7 +111,7 @@ def measure_speed(store: Store, size_bytes: int) -> StoreSpeed:
 
 
 def refuse_unfit(folder: Path) -> None:
-    """Try a file system that is not known to support all that saves need, once in this process.
+    """Try, once per process, a file system that is not known to support everything that saves need.
 
     Warns of a bucket that is mounted as a folder. Raises TargetError where nothing can be saved.
     """
@@ -166,7 +166,7 @@ def _unescaped(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
-# Trials. Each returns what went wrong, "" for nothing. They share one hidden folder with a file `_FILE` in it.
+# Trials. Each returns its failure, "" for none. They share one hidden folder with a file `_FILE` in it.
 
 
 def _write_blocks(room: Path) -> str:

@@ -1,11 +1,11 @@
 """Writes memory regions into new objects: one thread copies, several write, two digest.
 
-Few bytes are written by the calling thread: starting others takes longer.
+Up to 32 MiB on a local disk are written by the calling thread, because starting others takes longer.
 
 Bytes are copied into aligned blocks, from which a local store writes past the page cache (O_DIRECT) if the file system
 supports it: on most disks several times the rate of buffered writing followed by fsync. Because of the copy, the memory
-may be reused as soon as `put_region` returns. The regions of a whole file follow one another from byte 0 on; of a file
-that several ranks write, each puts its own regions.
+may be reused as soon as `put_region` returns. The regions of a whole file are contiguous from byte 0 on; of a file that
+several ranks write, each rank puts its own regions.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ class WriteTuning:
     threads: int = 4
     block_bytes: int = BLOCK_BYTES
     direct_bytes: int | None = BLOCK_BYTES  # files from this size on go past the page cache; None: none does
-    sha256: bool = False  # take the SHA-256 of each file, too
+    sha256: bool = False  # also compute the SHA-256 of each file
 
 
 def tuning_for(
@@ -63,7 +63,7 @@ def region_of(start: int, data: bytes) -> Region:
 
 
 def digest_regions(regions: Iterable[Region]) -> str:
-    """The digest of the file that writing `regions` would make."""
+    """The digest, hexadecimal, of the file that writing `regions` would create."""
     digest = xxhash.xxh3_128()
     for region in regions:
         digest.update((ctypes.c_char * region.size_bytes).from_address(region.address))

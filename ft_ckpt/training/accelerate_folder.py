@@ -1,7 +1,7 @@
 """Opens a folder of `accelerator.save_state` as a resume point; its pickles are decoded, never executed.
 
 Such a folder numbers objects and parameters instead of naming them. `open_accelerate_folder` makes a document of them
-under these numbers ("foreign"), on rank 0 or where a rank sees the folder; `fit_point` matches the numbers with the
+under these numbers ("foreign"), on rank 0 and on ranks that see the folder; `fit_point` matches the numbers with the
 items of the run. Models, optimizers, schedulers and registered objects are matched by the order in which they were
 prepared, parameters of an optimizer by their order in its groups; shapes are compared.
 
@@ -56,7 +56,7 @@ _SHARDED = re.compile(r"pytorch_model(_fsdp)?(_\d+)?(\.bin)?|optimizer(_\d+)?|ze
 def find_accelerate_folder(path: Path) -> Path | None:
     """The folder of `save_state` at `path`: itself, or the `checkpoint_N` in it with the highest number; None without.
 
-    In the folder of a project they are in "checkpoints".
+    In a project folder it is below "checkpoints".
     """
     store = LocalStore(path)
     if store.stat(MANIFEST_NAME) is not None:
@@ -82,7 +82,7 @@ def is_foreign(manifest: Manifest) -> bool:
 def open_accelerate_folder(path: Path, stack: ExitStack) -> ResumePoint:
     """Open the folder of `save_state` at `path` until the stack closes.
 
-    Raises LoadError for a folder whose weights are sharded by FSDP or DeepSpeed, or are not there; CorruptError.
+    Raises LoadError for a folder whose weights are sharded by FSDP or DeepSpeed, or missing; CorruptError for damage.
     """
     store = LocalStore(path)
     names = _files_by_kind(store)
@@ -192,7 +192,7 @@ class _Contents:
         try:
             with damaged_input(file):
                 raw = RawFile(self.store.open(file))
-                compare_sums(raw)  # now, since ranks read parts of it
+                compare_sums(raw)  # now, because ranks later read only parts of it
                 take(raw)
         except (CheckpointError, SelectionError) as error:
             self.failed[name] = str(error)
@@ -238,7 +238,7 @@ def _generators_of(states: Mapping[str, Any]) -> rng.State:
 
 
 def _files_by_kind(store: LocalStore) -> dict[str, dict[int, str]]:
-    """The files of each kind by number; of weights in two formats safetensors, as Accelerate chooses."""
+    """The files of each kind by number; if weights are in two formats, those in safetensors, as in Accelerate."""
     files: dict[str, dict[int, str]] = {kind: {} for kind in _NAMES}
     for name in sorted(stored.name for stored in store.list_folder().objects):
         for kind, pattern in _NAMES.items():
@@ -290,7 +290,7 @@ def fit_point(
 ) -> tuple[ResumePoint, list[Item], tuple[Restored, ...], tuple[str, ...]]:
     """`point` under the names of the run; the items to restore; outcomes known in advance; and notes for the report.
 
-    A checkpoint of ours is returned as it is.
+    An ft_ckpt checkpoint is returned unchanged.
     """
     if "foreign" not in point.document:
         return point, list(live.items), (), ()
@@ -320,7 +320,7 @@ class _Fitting:
     order: Mapping[str, Sequence[str | None]]  # items of the run by their kind and number; "" is the model
     weights: Document = field(default_factory=dict)
     entries: Document = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)  # of tensors: ours, and the folder's
+    names: dict[str, str] = field(default_factory=dict)  # of tensors: the run's -> the folder's
     outcomes: list[Restored] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     loaders: list[Item] = field(default_factory=list)
@@ -474,7 +474,7 @@ def _fit_optimizer(item: Item, stored: Document, labels: Mapping[str, Source]) -
         for names, numbers in zip(live, stored_groups, strict=True)
         for name, number in zip(names, numbers, strict=True)
     }
-    # torch keeps the count of steps in main memory, except of capturable and fused optimizers.
+    # torch keeps the step count in host memory, except for capturable and fused optimizers.
     on_device = {
         name: any(group["values"].get(option, {}).get("value") for option in ("capturable", "fused"))
         for group, members in zip(stored["groups"], live, strict=True)

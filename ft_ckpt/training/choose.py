@@ -111,7 +111,7 @@ class Wanted:
         return replace(self, damage={**self.damage, _place_key(Place(point.checkpoint.origin)): damage})
 
     def open_path(self, path: str) -> Place:
-        """The place at a path or URL. Reuses the client of the run's directory for places below it."""
+        """The place at a path or URL. Reuses the client of the named checkpoint or the run's directory below these."""
         for known in (self.mode, self.places.directory):
             if isinstance(known, Place) and f"{path}/".startswith(f"{known.folder.url}/"):
                 below = path[len(known.folder.url) + 1 :]
@@ -129,7 +129,7 @@ def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], stack: ExitStac
     newest or an error; otherwise the named checkpoint. Raises NotACheckpointError if there is none, CorruptError if
     none is whole, or naming the damaged files of the named checkpoint and the newest whole one.
     """
-    # After a damaged checkpoint an older one takes its place: it must overwrite the same tensors.
+    # An older checkpoint that replaces a damaged one must overwrite the same tensors.
     same_tensors = len({_overwritten_names(info.manifest) for info in resumable(infos)}) < 2
     mode, wanted = wanted.mode, replace(wanted, late=wanted.late and same_tensors)
     if mode == "never":
@@ -218,7 +218,7 @@ def _folder_exists(place: Place) -> bool:
 def _open_one_of(copies: Sequence[Place], wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint | None, list[str]]:
     """Open the first whole copy of a checkpoint until `stack` closes; or None and the problems.
 
-    If the system could not read a copy just now, which may be whole, only the problems of that copy are returned.
+    If the system could not read some copies just now, which may be whole, only their problems are returned.
     """
     problems: list[str] = []
     for place in copies:
@@ -315,9 +315,9 @@ def refuse_replacing(target: Place, has_state: bool, own_ids: Collection[str] | 
 
 
 _LANE = "serving"
-_DONE, _FAILED = b"+", b"-"  # last byte of an answer
-_PIECE_BYTES = 4 << 20  # per answer: torch's store takes at most 8 MiB, and rank 0's host keeps it until it is read
-_AHEAD = 2  # unread answers per rank
+_DONE, _FAILED = b"+", b"-"  # last byte of a response
+_PIECE_BYTES = 4 << 20  # per response: torch's store takes at most 8 MiB, and rank 0's host keeps it until it is read
+_AHEAD = 2  # outstanding requests per rank
 _WAIT = timedelta(seconds=0.5)  # between checks that the other side is alive
 
 Read = Callable[[str, str, int, int], Tensor]  # part folder, tensor, flat elements [start, stop) -> host tensor
@@ -326,7 +326,7 @@ Read = Callable[[str, str, int, int], Tensor]  # part folder, tensor, flat eleme
 def checkpoint_facts(held: OpenCheckpoint) -> Document:
     """The facts by which other ranks recognize the checkpoint: path, identity, and the manifest's place on its disk.
 
-    The place (inode, size, mtime) is the same on all machines that share a disk, and another for a copy.
+    The place (inode, size, mtime) is the same on all machines that share a disk, and differs for a copy.
     """
     place = [] if is_foreign(held.manifest) else _manifest_place(held)
     return {"path": str(held.location), "identity": held.identity, "place": place}
@@ -344,8 +344,8 @@ def open_to_all(
     """Open rank 0's checkpoint, `point` there, on every rank until `stack` closes. Collective.
 
     A rank opens the checkpoint itself if it finds the files of rank 0's `facts` at the same path or URL, or a whole
-    copy (`deep`: by its digests); `open_path` resolves these. For other ranks rank 0 reads, in a thread. `late`:
-    digests are compared while reading; ranks that see the same files share this.
+    copy (`deep`: by its digests); `open_path` resolves these. Rank 0 reads for the other ranks, in a thread. `late`:
+    digests are compared while reading; ranks that see the same files share the work.
     """
     place = open_path(facts["path"])
     local: ResumePoint | None
@@ -359,7 +359,7 @@ def open_to_all(
     if not served:
         assert local is not None, "every rank sees it"
         return local
-    contents: Document = {}  # everything but the tensors, and the id under which rank 0 serves these
+    contents: Document = {}  # everything but the tensors, and the id of the requests for these
     if point is not None:
         manifest = manifest_to_json(point.checkpoint.manifest)
         contents = {"serving_id": uuid.uuid4().hex, "manifest": manifest, "document": point.document}

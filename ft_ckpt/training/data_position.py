@@ -62,14 +62,14 @@ class DataPosition:
         self._warm = False
         self._origin: Any = None  # the loader's own state at the start of a pass that another library began
         self._states: list[Any] = []  # the loader's own state after each of the last three batches
-        self._pending = False  # a position is loaded and the loader not yet advanced to it
+        self._pending = False  # whether a position is loaded and the loader not yet advanced to it
         self._loaded_at_end: bool | None = None
-        self._is_over = False  # the pass to be resumed has no batch left for any rank
+        self._is_over = False  # whether the pass to be resumed has no batch left for any rank
         self._least: int | None = None  # lower bound of its items, if its last batch may have been short
 
     @property
     def at_end(self) -> bool | None:
-        """Whether the pass has yielded its last batch; None if only the next request can tell."""
+        """Whether the pass has yielded its last batch; None if unknown before the next request."""
         if self._pending:
             return self._loaded_at_end
         if not self.batch:
@@ -146,8 +146,8 @@ class DataPosition:
 
         `state` is this rank's, or rank 0's on all ranks if another number of ranks saved it. If the number of ranks or
         the batch size has changed, the data continues after the samples that all ranks together had seen. Raises
-        CorruptError for an invalid state, LoadError for another batch size on as many ranks if `on_difference` is
-        "raise".
+        CorruptError for an invalid state, LoadError for another kind of loader, and for another batch size on as many
+        ranks if `on_difference` is "raise".
         """
         check_position(state)
         self._check_loader(state)
@@ -156,13 +156,13 @@ class DataPosition:
         self._offset, self._warm = state["offset"], state["warm"]
         self._numbers, self._loaded_at_end, self._origin = state["numbers"], state["at_end"], state.get("origin")
         self._order_left = state.get("order")
-        self._is_over, self._least = state.get("over", False), state.get("least")  # older states do not say
+        self._is_over, self._least = state.get("over", False), state.get("least")  # absent in older states
         self._start = RandomState(self.loader, state["start"]) if state["start"] else None
         self._last = RandomState(self.loader, state["last"]) if state["last"] else self._start
         self._states = [state["loader"]] if state["loader"] is not None and self._jumps_by_state else []
         self._pending = self._start is not None
         dataloaders.set_loader_counters(self.loader, self._numbers)
-        shares = state.get("shares", state["size"])  # older states do not say, nor the next two
+        shares = state.get("shares", state["size"])  # absent in older states, like the next two
         was = dataloaders.cut_of(self.loader, shares)
         was = replace(was, **{name: state[name] for name in ("per_step", "sharing") if name in state})
         is_same = (state["size"], shares) == (self.size, self.shares)
@@ -174,7 +174,7 @@ class DataPosition:
         return self._cut_anew(state["size"], shares, was)
 
     def _check_loader(self, state: Mapping[str, Any]) -> None:
-        """Raise LoadError for a position that no loader of this kind can be in."""
+        """Raise LoadError for a position that a loader of this kind cannot have."""
         if state.get("origin") is not None and not hasattr(dataloaders.base_loader(self.loader), "load_state_dict"):
             raise LoadError(
                 "the data: the position is another library's, and this loader has no state; resume with a loader of "
@@ -300,7 +300,7 @@ class DataPosition:
         if self._offset:
             unseen = self._offset // dataloaders.cut_of(self.loader, self.shares).divisor
             jumps.append(dataloaders.skipping_items(self.loader, 0, unseen, inside=True))
-        # The first batch is kept: loaders that fill up the last batch do it with the first.
+        # The first batch is kept: some loaders fill up the last batch with samples of the first.
         keep, drop = max(again - 1, 0) * unit, (self.batch - again) * unit
         moment = self._start if self._warm else None
         jumps.append(dataloaders.skipping_items(self.loader, keep, drop, moment, order=self._order))
@@ -488,7 +488,7 @@ class DataPositions:
         return sum((place["epoch"] + (with_last and bool(place["at_end"]))) // of for place in places)
 
     def state_dicts(self) -> list[dict[str, Any]]:
-        """The position in each loader."""
+        """The state of the position in each loader."""
         return [
             (slot.state or {})
             if slot.feed is None
@@ -516,6 +516,6 @@ def describe_data(loader: Any) -> list[Any]:
     """A description to recognize a loader in another process: class and size of its data."""
     dataset = getattr(loader, "dataset", None)
     try:
-        return [type(dataset).__name__, len(dataset)]  # type: ignore[arg-type]  # asked for below
+        return [type(dataset).__name__, len(dataset)]  # type: ignore[arg-type]  # its TypeError is caught
     except (TypeError, NotImplementedError, AttributeError):
         return [type(dataset).__name__, None]

@@ -1,8 +1,8 @@
 """Properties of data loaders (torch, torchdata, Accelerate, others): sample order, skipping without reading.
 
-Recognized by attributes, not by classes: Accelerate's loaders hold a `base_dataloader`, one that reads on rank 0 for
-all has a `slice_fn`, batch samplers and data sets wrap others as `batch_sampler`, `sampler` and `dataset`. Parts are
-named from the inside ("sampler.0", "dataset.0"), so that names do not depend on the wrappers of more ranks.
+They are recognized by attributes, not by classes: Accelerate's loaders hold a `base_dataloader`, one that reads on rank
+0 for all has a `slice_fn`, batch samplers and data sets wrap others as `batch_sampler`, `sampler` and `dataset`. Parts
+are named from the inside ("sampler.0", "dataset.0"), so that names do not depend on the wrappers of more ranks.
 """
 
 import math
@@ -44,7 +44,7 @@ class SampleOrder:
             yield item
 
     def take(self, count: int) -> None:
-        """Digest `count` more items, or all noted ones."""
+        """Digest `count` more items, or all noted ones if there are fewer."""
         for _ in range(min(count, len(self._ahead))):
             self._taken.update(self._ahead.popleft())
 
@@ -70,11 +70,11 @@ def _plain_item(item: Any) -> Any:
 _NUMBERS = {  # counters and seeds that determine the sample order, besides generators
     "loader": ("iteration",), "sampler": ("epoch", "initial_seed", "seed"), "dataset": ("epoch",)
 }  # fmt: skip
-_DEEPEST = 16  # of wrappers around a data set or a sampler
+_DEEPEST = 16  # nesting of wrappers around a data set or a sampler
 
 
 def base_loader(loader: Any) -> Any:
-    """The innermost loader, which reads."""
+    """The innermost loader, which reads the samples."""
     while "base_dataloader" in getattr(loader, "__dict__", {}):
         loader = loader.base_dataloader
     return loader
@@ -117,8 +117,8 @@ def forget_premade(loader: Any) -> None:
 def has_own_state(loader: Any) -> bool:
     """Whether the loader has a state of its own that is exact and avoids reading again.
 
-    A loader whose data set has no state reads all again and counts it twice. One that reads on rank 0 for all corrects
-    its count of batches, but not the state of its data set.
+    A loader whose data set has no state reads everything again and counts it twice. One that reads on rank 0 for all
+    corrects its count of batches, but not the state of its data set.
     """
     inner = base_loader(loader)
     knowing = (inner, getattr(inner, "dataset", None))
@@ -138,8 +138,10 @@ def refills_a_buffer(loader: Any) -> bool:
 
 
 def forget_start(loader: Any) -> None:
-    """Let the next pass start at the first sample: a data set of `datasets` starts every pass of an epoch at its loaded
-    state, and training loops do not always set a new epoch.
+    """Make the next pass start at the first sample.
+
+    A data set of `datasets` starts every pass of an epoch at its loaded state, and training loops do not always set a
+    new epoch.
     """
     for dataset in _nested_datasets(loader):
         if getattr(dataset, "_starting_state_dict", None) is not None:
@@ -154,9 +156,7 @@ def batches_per_call(loader: Any) -> int:
 
 
 def data_shares(loader: Any, size: int) -> int:
-    """Number of shares of the data over `size` ranks: fewer if some ranks get the same data, as under tensor
-    parallelism.
-    """
+    """Number of shares of the data over `size` ranks; ranks with the same data (tensor parallelism) have one share."""
     if hasattr(loader, "slice_fn"):  # reads on rank 0 for all; under tensor parallelism all ranks get the same batch
         return 1 if getattr(loader, "submesh_tp", None) else size
     parts = [_sampler_at(holder, name) for holder, name in _sampler_places(loader)] + _nested_datasets(loader)
@@ -236,7 +236,7 @@ def _is_of_library(part: Any) -> bool:
 
 
 def pass_length(loader: Any) -> int | None:
-    """Number of batches of a whole pass, None if not certain."""
+    """Number of batches of a whole pass; None if unknown."""
     try:
         return len(loader) - _misses_last_batch(loader) if is_map(loader) else None
     except (TypeError, AttributeError):
@@ -244,8 +244,9 @@ def pass_length(loader: Any) -> int | None:
 
 
 def _misses_last_batch(loader: Any) -> bool:
-    """Whether this rank gets nothing of the last batch, which Accelerate's `len` counts for all ranks: it is split
-    without being filled up, and too short.
+    """Whether this rank gets nothing of the last batch, which Accelerate's `len` counts for all ranks.
+
+    That batch is too short to be split over all ranks, and is not filled up.
     """
     places = _sampler_places(loader)
     shard: Any = _sampler_at(*places[0]) if places else None
@@ -325,8 +326,9 @@ def set_loader_counters(loader: Any, saved: Mapping[str, int]) -> None:
 
 
 def count_empty_pass(loader: Any, at_start: Mapping[str, int]) -> None:
-    """Count a pass that is over, if the loader has not: Accelerate's do not count one without a batch on this rank, and
-    would give this rank the same order once more. `at_start` are the counters at its start.
+    """Count a finished pass if the loader has not; `at_start` are the counters at its start.
+
+    Accelerate's loaders do not count a pass without a batch on this rank, and would repeat its order on this rank.
     """
     counted = {key: value for key, value in loader_counters(loader).items() if key == "loader:iteration"}
     if counted and counted.items() <= at_start.items():
@@ -439,11 +441,11 @@ def skipping_items(
     """During the block, a new pass over `loader` skips `drop` items after the first `keep`, unread.
 
     Items are those of the outermost sampler (usually batches), or with `inside` of the source (usually samples), see
-    `DataCut`. `order` notes all of them.
+    `DataCut`. `order` records all of them.
     """
     holder, name = _sampler_places(loader)[_source_place(loader) if inside else 0]
     plain = vars(holder)[name]
-    # Not setattr: loaders forbid to set it after construction.
+    # Not setattr, which loaders forbid after construction.
     vars(holder)[name] = _SkippingSampler(plain, keep, drop, moment, order)
     try:
         yield

@@ -3,7 +3,7 @@
 In reinforcement learning samples are taken, generated on and trained in different orders, and some are dropped or fail.
 A `Frontier` numbers the samples of all epochs in one order (number = epoch * samples + position in the epoch) and keeps
 the numbers that are neither trained nor dropped, as ranges. The settled numbers are then a low-water mark and a few
-runs above it, which is all that a checkpoint stores: samples in flight and samples never taken are stored alike.
+runs above it, which is all that a checkpoint stores: samples in flight are stored like samples never taken.
 """
 
 import hashlib
@@ -41,17 +41,17 @@ class Ticket(NamedTuple):
 
 
 class Frontier:
-    """Hands out samples, and records those that were trained or dropped. After a resume the others come again."""
+    """Hands out samples, and records those that were trained or dropped. A resume hands out the others again."""
 
     def __init__(self, samples: int | Sized, *, epochs: int | None = 1, shuffle: bool = False, seed: int = 0) -> None:
         """`samples`: their number; or a sequence of ids (a list, a range, a column of a dataset; str, int, bytes or
-        tuples of these), which tickets then have; or anything else with a length, such as a dataset, whose indices
-        tickets then have. An id that is listed twice is two samples. `epochs`: None for no end. `shuffle`: each epoch
+        tuples of these), which the tickets carry; or anything else with a length, such as a dataset, whose indices the
+        tickets carry. An id that is listed twice is two samples. `epochs`: None for no end. `shuffle`: each epoch
         has its own order, which depends on `seed`, the epoch and the number of samples alone.
 
         A group of prompts is one sample, which is taken and reported once, whatever is generated for it.
 
-        Raises ConfigError for values that cannot work.
+        Raises ConfigError for invalid values.
         """
         count = _count_of(samples)
         _check_settings(samples, count, epochs, shuffle, seed)
@@ -73,8 +73,8 @@ class Frontier:
         """Hand out the first `count` samples, in the order of the epochs, that are neither settled nor in flight.
 
         Samples that failed and, after a resume, those that were in flight therefore precede new ones. An epoch begins
-        while samples of the last are in flight. Returns fewer tickets, or none, if there are no more at the moment;
-        `wait`: seconds to wait for a first one while others are in flight, which may fail. Any thread may call it.
+        while samples of the previous one are in flight. Returns fewer tickets, or none, if there are no more at the
+        moment. `wait`: seconds to wait for one, because samples in flight may fail. Any thread may call it.
         """
         tickets: list[Ticket] = []
         with self._changed:
@@ -96,7 +96,7 @@ class Frontier:
             yield ticket[0]
 
     def trained(self, *tickets: Ticket) -> None:
-        """Settle samples that were trained: after their backward pass, before the `saver.step()` of that batch.
+        """Settle samples that were trained; call it after their backward pass, before the `saver.step()` of the batch.
 
         Raises TicketError naming samples that are not in flight under these tickets; then none is settled.
         """
@@ -123,11 +123,11 @@ class Frontier:
             self._changed.notify_all()
 
     def renew(self, *tickets: Ticket) -> list[Ticket]:
-        """New tickets for those from before a resume whose samples are still being worked on, and now in flight here.
+        """New tickets for `tickets` from before a resume; their samples are then in flight here.
 
         For results in a buffer that is stored with the checkpoint, and for workers that outlive the trainer. Call it
         before `take`, which hands the same samples out again. Raises TicketError naming samples that are of other data,
-        trained or dropped before the checkpoint, or in flight here; then none is renewed.
+        settled, or in flight here; then none is renewed.
         """
         with self._changed:
             self._check_renewals(tickets)
@@ -200,7 +200,7 @@ class Frontier:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Samples in flight come again, and their tickets are void.
+        """Continue from `state_dict`. Samples in flight are handed out again, and their tickets become invalid.
 
         More epochs than at the save are allowed. Raises LoadError for another number of samples, other ids, another
         order or fewer epochs, CorruptError for a state that `state_dict` does not return; then nothing is changed.
@@ -330,7 +330,7 @@ def _count_of(samples: Any) -> int:
 
 
 def _check_settings(samples: object, count: int, epochs: object, shuffle: object, seed: object) -> None:
-    """Raise ConfigError naming all settings that cannot work."""
+    """Raise ConfigError naming all invalid settings."""
     problems = []
     if count < 0:
         problems.append(f"samples={samples!r}: expected their number, a list of ids, or a dataset with a length")
@@ -347,7 +347,7 @@ def _check_settings(samples: object, count: int, epochs: object, shuffle: object
 
 
 def _check_state(state: Mapping[str, Any]) -> None:
-    """Raise CorruptError naming what is not as `state_dict` returns it, LoadError for another version."""
+    """Raise CorruptError naming missing or invalid fields, LoadError for another version."""
     missing = [name for name in _KEYS if name not in state]
     if missing:
         raise CorruptError(f"frontier: {', '.join(missing)} missing; it is not what state_dict returns")
@@ -372,7 +372,7 @@ def _is_count(value: object) -> bool:
 
 
 def _digest_of(ids: Sequence[Any]) -> str:
-    """A digest of ids and their order. Raises ConfigError for ids that may look different in another process."""
+    """A digest of ids and their order. Raises ConfigError for ids whose repr may differ in another process."""
     digest = hashlib.blake2b(digest_size=16)
     for begin in range(0, len(ids), 4096):
         block = list(ids[begin : begin + 4096])

@@ -36,8 +36,9 @@ class StepWatch:
         return not stepped and self.is_pending(models)
 
     def is_pending(self, models: Callable[[], Iterable[nn.Module]]) -> bool:
-        """Whether a parameter of these optimizers, or one of `models` that FSDP2 keeps unsharded, has a gradient that
-        no step has used.
+        """Whether a gradient exists that no step has used.
+
+        Checked are the parameters of the hooked optimizers, and those of `models` that FSDP2 keeps unsharded.
         """
         if not self._hooks:
             return False

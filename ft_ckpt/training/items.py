@@ -54,7 +54,7 @@ class ExtraState:
         return {name: one.value for name, one in found.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the values. Raises LoadError naming those that were not taken."""
+        """Restore the values. Raises LoadError naming those that were not restored."""
         ModelTensors(self.model).restore_added(state)
 
 
@@ -153,7 +153,7 @@ def check_same_items(everyone: Sequence[Mapping[str, str]]) -> None:
 
 
 def name_differing_tensors(ranks: Ranks, what: str, digest: str, names_of: Callable[[], Iterable[str]]) -> None:
-    """Raise RanksDisagreeError naming the tensors that not all ranks have; `digest` is of this rank's. Collective.
+    """Raise RanksDisagreeError naming the tensors that some ranks lack; `digest` covers this rank's. Collective.
 
     Only the first rank with each digest sends its names.
     """
@@ -252,8 +252,8 @@ def model_sources(found: Mapping[Key, Source], item: str = "") -> dict[str, Sour
 def labelled_sources(found: Mapping[Key, Source]) -> dict[str, Source]:
     """The tensors of all models by unique labels, for optimizers.
 
-    The label of a further model's tensor is "item:name"; no item's name has a colon. A tensor of the saved model has
-    its name, after a colon if it contains one.
+    The label of a further model's tensor is "item:name"; no model's item has a colon in its name. A tensor of the
+    saved model has its name, after a colon if it contains one.
     """
     labels = {key: f"{key[0]}:{key[1]}" if key[0] or ":" in key[1] else key[1] for key in found}
     return {
@@ -368,7 +368,7 @@ class RankAllocation:
 
 
 def with_extra_state(model: nn.Module, items: Sequence[Item], walked: Mapping[str, ModelTensors]) -> list[Item]:
-    """`items`, one more for each model with module state beside parameters and buffers, and AdaLoRA's allocators.
+    """`items`, an item for each model with module state beside parameters and buffers, and AdaLoRA's allocators.
 
     `walked` are the tensors of the models by item, see `walk_models`.
     """

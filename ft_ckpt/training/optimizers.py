@@ -1,9 +1,9 @@
 """The state of torch optimizers by parameter name, and its restoration.
 
-`describe` lists what this rank has, of which `state` makes one description of all ranks; `state_tensors` gives the
-tensors as sources, cut over the ranks like their parameters; `restore` makes the state anew, whatever the order, number
-of ranks or wrapper it was saved under. `zero_optimizer` has the same functions for DeepSpeed's optimizers; `items`
-chooses between the two. Nothing is moved here.
+`describe` describes this rank's state, and `state.merge_descriptions` merges the descriptions of all ranks;
+`state_tensors` gives the tensors as sources, sharded like their parameters; `restore` creates the state again, for any
+order of parameters, number of ranks or wrapper at the save. `zero_optimizer` has the same functions for DeepSpeed's
+optimizers; `items` chooses between the two. No tensor moves between ranks here.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, ValuesView
@@ -307,7 +307,7 @@ def restore(
 
 
 def hooked_optimizer(optimizer: Any) -> tuple[Any, list[Tensor]]:
-    """The torch optimizer whose steps alone change what is captured, and the tensors they change beside its own."""
+    """The torch optimizer whose steps alone change the captured tensors, and those they change beside its own."""
     return optimizer, []
 
 

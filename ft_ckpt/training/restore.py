@@ -180,7 +180,7 @@ def _is_dispensable(item: Item, document: Document) -> bool:
 
 
 def compare_base(live: LiveRun, attribute: str | None, point: ResumePoint) -> list[Restored]:
-    """Compare the base of the run's adapters, if the checkpoint is without it, with the base they were trained on."""
+    """Compare the base of the run's adapters, if the checkpoint lacks it, with the base they were trained on."""
     parts, weights = point.checkpoint.manifest.parts, point.document["weights"]
     compared, problems = differences_of_base(live.model, parts, weights, live.ranks.rank, attribute)
     if problems:
@@ -234,7 +234,7 @@ def restore_items(
 
 
 def find_damage(point: ResumePoint, outcomes: Sequence[Restored], ranks: Ranks) -> tuple[str, ...]:
-    """The problems of files whose digests are compared while ranks read them, the same on all ranks; collective then.
+    """The problems of files whose digests are compared while they are read; the same on all ranks. Collective.
 
     Files that no rank has read are read now. A file from which one of `outcomes` could not be read is damaged too.
     """
@@ -267,7 +267,7 @@ def restore_replicas(live: LiveRun, point: ResumePoint) -> tuple[list[Restored],
     """Give each rank its own values of replicas that differed between ranks. Collective.
 
     Also returns a warning naming those left at rank 0's values, to which all were restored before: the number of ranks
-    is another, or ranks now hold other parts.
+    has changed, or ranks now hold other parts.
     """
     differing: dict[str, dict[str, str | None]] = point.document.get("apart", {})
     if not differing:

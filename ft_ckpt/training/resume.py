@@ -43,8 +43,8 @@ def resume_run(
 ) -> None:
     """Restore `run` from the checkpoint that `wanted` selects; leave it as it is for a fresh start. Collective.
 
-    Digests are compared before a run that has trained is overwritten. For a new run they are compared while the files
-    are read: if a file is damaged, the next older checkpoint overwrites what was restored. `allow` and errors as for
+    Digests are compared before anything is overwritten; for a new run without `allow`, while the files are read: if a
+    file is damaged, the next older checkpoint overwrites what was restored. `allow` and errors as for
     `CheckpointSaver.resume`.
     """
     allowed = None if allow is True else _names_in(allow)
@@ -74,8 +74,8 @@ def restore_run(
 ) -> tuple[str, ...]:
     """Restore `run` from `point`; items in `allowed` may fail (None: all). Collective.
 
-    Returns the problems of damaged files: then the run is half restored, and another checkpoint must take its place.
-    It is half restored as well when this raises.
+    Returns the problems of damaged files: then the run may be half restored, and another checkpoint must replace this
+    one. It may be half restored as well when this raises.
     """
     result, error = ranks.attempt(lambda: _restore_on_rank(run, point, ranks, allowed, versions))
     outcome: tuple[RestoreReport, tuple[str, ...]] = result or (RestoreReport(), ())
@@ -189,7 +189,7 @@ def _refused(outcomes: Sequence[Restored], allowed: Collection[str] | None) -> l
 def _refuse_unknown(
     allowed: frozenset[str], items: Iterable[Item], point: ResumePoint, outcomes: Iterable[Restored]
 ) -> None:
-    """Raise ConfigError for names that are no item of the run or the checkpoint, nor left out by an earlier resume."""
+    """Raise ConfigError for names of no item of the run, of the checkpoint, or left out by an earlier resume."""
     document = point.document
     known = {*_NOT_OBJECTS, *document["items"], *document.get("let_go", ()), *(item.name for item in items)}
     known |= {outcome.name for outcome in outcomes} - {"weights"}

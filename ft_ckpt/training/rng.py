@@ -1,9 +1,9 @@
-"""The state of random number generators: the global ones and registered ones.
+"""The state of random number generators: the global ones and those of data loaders.
 
-Python's `random`, NumPy's legacy global generator, torch's CPU generator and the accelerator's. A process that shares
-the machine with other ranks has the generator of its current device; a process alone has those of all its devices.
+Global are Python's `random`, NumPy's legacy generator, torch's CPU generator and the accelerator's. With several ranks
+each process has the generator of its current device; a process alone has those of all its devices.
 Reading an accelerator's state copies a few bytes of host memory (seed and offset on CUDA): no kernel, no wait. A
-device that this process has not touched yet is left untouched; it has no state beyond the seed. Nothing is pickled.
+device that this process has not used yet is not initialized; it has no state beyond the seed. Nothing is pickled.
 """
 
 import random
@@ -148,7 +148,7 @@ def python_state(state: tuple[Any, ...]) -> State:
 
 
 def plain_states(python: tuple[Any, ...], numpy: tuple[Any, ...], cpu: Any) -> State:
-    """What `random.getstate`, `numpy.random.get_state` and `torch.get_rng_state` returned, as `capture_generators`."""
+    """The state for `restore_generators` from `random.getstate`, `numpy.random.get_state`, `torch.get_rng_state`."""
     _kind, words, position, has_gauss, gauss = numpy
     legacy = {
         "bit_generator": "MT19937",
@@ -177,7 +177,7 @@ def _numpy_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _put_devices(kind: str, indices: list[tuple[int, ...]], states: Any) -> str | None:
-    if isinstance(states, Mapping):  # by device number: the saved process saw all of them
+    if isinstance(states, Mapping):  # by device number, if the saving process saw all devices
         here = [str(*index or (torch.accelerator.current_device_index(),)) for index in indices]
         states = [states[number] for number in here if number in states]
     for saved, index in zip(states, indices, strict=False):
@@ -193,7 +193,7 @@ def _byte_tensor(state: Any) -> torch.Tensor:
 
 
 def _device_indices(wake: bool = False) -> dict[str, list[tuple[int, ...]]]:
-    """The arguments that name this process's devices to their module; `wake` counts a device not yet touched too."""
+    """The arguments that name this process's devices to their module; with `wake` also of an unused device."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return {}
@@ -206,7 +206,7 @@ def _device_indices(wake: bool = False) -> dict[str, list[tuple[int, ...]]]:
     return {device.type: [(index,) for index in range(count)] if count > 1 and not shares_machine else [()]}
 
 
-# A file names the kind, and no kind but these is made.
+# A stored state names its kind; only these kinds are created.
 _BITS = {kind.__name__: kind for kind in (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)}
 _MAKERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "torch": lambda state: torch.Generator(state["device"]),

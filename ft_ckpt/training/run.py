@@ -71,7 +71,7 @@ def _is_synced(accelerator: Any) -> bool:
 
 
 def read_rank_state(document: Document, stored: StoredTensors, ranks: Ranks) -> tuple[dict[str, Any], list[Restored]]:
-    """Read this rank's own state without gradients, by name, and what of it cannot be restored. Overwrites nothing.
+    """Read this rank's own state without gradients, by name, and the items that cannot be restored. Overwrites nothing.
 
     On another number of ranks the data positions are those of rank 0, from which all ranks compute theirs.
     """
@@ -207,7 +207,7 @@ def _unwrap_accelerate(value: Any) -> Any:
 
 
 class TrainingRun:
-    """The objects and the progress of one training run. All methods that take `ranks` are collective."""
+    """The objects and the progress of one training run. Call methods that take `ranks` on every rank."""
 
     def __init__(self, accelerator: Any, config: SaverConfig) -> None:
         self.accelerator = accelerator
@@ -217,7 +217,7 @@ class TrainingRun:
         self.feeds = DataPositions()
         self.run_id = uuid.uuid4().hex
         self.resumed_from: Place | None = None
-        self.published: str | None = None  # the version that was published last; known to rank 0
+        self.published: str | None = None  # the version that was published last; current on rank 0 alone
         self.report = RestoreReport()
         self.history = schedule.begin_history(0, 0, time.monotonic())
         self.poll, self.steps, self.base = ClockPoll(config.every), StepWatch(), BaseWatch(config.attribute)
@@ -306,9 +306,9 @@ class TrainingRun:
             )
 
     def note_overwritten(self, document: Document, where: Path | str) -> None:
-        """Record what a resume of `where` is about to overwrite.
+        """Record the items and weights that a resume of `where` is about to overwrite.
 
-        Raises LoadError if the checkpoint lacks what failed resumes have overwritten, which would stay so.
+        Raises LoadError if the checkpoint lacks some that failed resumes have overwritten: they would stay overwritten.
         """
         stored = frozenset(document["weights"]) | document["items"].keys()
         if missing := self.overwritten - stored:
@@ -329,7 +329,7 @@ class TrainingRun:
         self.poll.resume_at(self.step)
 
     def note_resumed(self, report: RestoreReport) -> None:
-        """The resume of `report` has succeeded on all ranks."""
+        """Record that the resume of `report` has succeeded on all ranks."""
         self._left_out |= {item.name for item in report.items if item.status != "restored"}
         self.report, self.overwritten = report, frozenset()
 

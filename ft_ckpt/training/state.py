@@ -160,7 +160,7 @@ def local_state(
 ) -> LocalState:
     """This rank's part of the state; `own` are trees that each rank stores for itself. Moves nothing.
 
-    `digest`: with digests, by which ranks compare their objects. Raises SelectionError naming state that cannot be
+    `digest`: add the digests by which ranks compare their objects. Raises SelectionError naming state that cannot be
     saved.
     """
     facts: Document = {"items": {}, "own": {}}
@@ -275,7 +275,7 @@ def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, 
     """The part with `state`, and exact copies of live tensors that the other `parts` convert or leave out.
 
     The frozen parameters of an adapter's base are not copied: they do not belong to its run. Frozen parameters of the
-    adapter itself are, which PEFT omits or stores in another form: another process may make others.
+    adapter itself are, which PEFT omits or stores in another form: another process may initialize them differently.
     """
     exact = {
         entry.source.key: [part.path, entry.name]
@@ -408,7 +408,7 @@ def _flags_by_label(found: Mapping[Key, Source]) -> dict[str, bool]:
 
 _MASTER = "master"
 _BAD = (CheckpointError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-_Stored = tuple[tuple[int, ...] | None, str | None]  # shape and dtype of a tensor; None: as the model's
+_Stored = tuple[tuple[int, ...] | None, str | None]  # shape and dtype of a tensor; None: not checked
 
 
 @dataclass(frozen=True)
@@ -459,7 +459,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _problems(known: _KnownDocument, manifest: Manifest) -> Iterator[str]:
-    """The problems of values of the right type."""
+    """The problems of a document whose fields have the right types."""
     if known.version < 1:
         yield f"version: {known.version}"
     if not known.ranks:
@@ -595,7 +595,7 @@ def _referred_tensors(known: _KnownDocument) -> Iterator[tuple[str, _Stored]]:
 
 
 def _tensors_of_tree(name: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, _Stored]]:
-    """Raises CorruptError for a tree that cannot be decoded, or whose number of tensors is wrong."""
+    """The tensors of a stored tree. Raises CorruptError if it cannot be decoded or their number is wrong."""
     numbers = sorted({*leaf_numbers(decode_node(entry["tree"]))})
     if numbers != list(range(len(numbers))) or (type(entry["tensors"]), entry["tensors"]) != (int, len(numbers)):
         raise CorruptError(f"{name}: tensors {numbers}, expected {entry['tensors']!r:.40} from 0 on")
@@ -603,7 +603,7 @@ def _tensors_of_tree(name: str, entry: Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 class StoredTensors:
-    """The tensor files of one checkpoint, opened when first needed; tensors by the folder of their part and name."""
+    """The tensor files of one checkpoint, opened when first needed; tensors are found by part folder and name."""
 
     def __init__(
         self,
@@ -612,7 +612,7 @@ class StoredTensors:
         proofs: Sequence[FileProof] = (),
     ) -> None:
         """`remote` returns the file of the part in a folder if another rank reads for this one; `proofs` are the
-        comparisons of whole files that are due.
+        pending comparisons of whole files.
         """
         self._held, self._remote, parts = held, remote, held.manifest.parts
         self.late_files, self.proofs = [proof.record for proof in proofs], proofs
@@ -674,14 +674,14 @@ class ResumePoint:
     is_proved_late: bool = False  # digests of files are compared while reading, on any rank
 
     def way_to_read(self, fan_out: str) -> str:
-        """The way for `choose_filler`, from SaverConfig.fan_out and where the checkpoint is."""
+        """The way for `choose_filler`, from SaverConfig.fan_out and the store of the checkpoint."""
         if self.served:
             return "broadcast"
         return "small" if fan_out == "auto" and isinstance(self.checkpoint.store, ListedStore) else fan_out
 
 
 def open_resume_point(held: OpenCheckpoint, stack: ExitStack, proofs: Sequence[FileProof] = ()) -> ResumePoint:
-    """Open the state of an open checkpoint until the stack closes; `proofs` of its files are still due.
+    """Open the state of an open checkpoint until the stack closes; `proofs`: pending comparisons of its files.
 
     Raises CorruptError.
     """

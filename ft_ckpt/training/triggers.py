@@ -1,4 +1,4 @@
-"""Triggers of saves during a run, agreed on by all ranks: clocks and signals. And rehearsals of `check-resume`."""
+"""Triggers of saves during a run, agreed on by all ranks: clocks and signals; rehearsals of `check-resume`."""
 
 import json
 import os
@@ -22,12 +22,12 @@ from ft_ckpt.training.signals import SignalWatch
 
 
 class ClockPoll:
-    """Polls of all ranks of a run, which decide on saves by rank 0's clock and by signals of any rank."""
+    """Polls all ranks of a run to decide on saves, by rank 0's clock and by signals of any rank."""
 
     def __init__(self, every: Every | None) -> None:
         self._every = every
         self._watch = SignalWatch(every.signals if every is not None else ())
-        self._goes_on = True  # rank 0 decides: only its environment may ask for polls
+        self._goes_on = True  # whether to poll; rank 0 decides, because environments may differ
         self._next_step = 1
         self._poll_seconds = 1.0  # the least measured cost of a poll of all ranks
 
@@ -71,7 +71,7 @@ END = "rehearsal-end"  # folder of the checkpoint after the last step
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The task of a rehearsed script. It ends with exit code 0 on all ranks, after a checkpoint."""
+    """The task of a rehearsed script, which ends with exit code 0 on all ranks, after a checkpoint."""
 
     directory: str  # for checkpoints, instead of the saver's own
     record: str  # file to which rank 0 adds a line of JSON for each step
@@ -88,7 +88,7 @@ class Step:
 
     number: int
     metrics: Mapping[str, str]
-    batches: str | None  # digest of the batches of `saver.remaining` since the step before; None without any
+    batches: str | None  # digest of the batches of `saver.remaining` since the previous step; None without any
 
 
 class Recorder:
@@ -98,7 +98,7 @@ class Recorder:
         self.directory = rehearsal.directory
         self._rehearsal = rehearsal
         self._batches: Any = None
-        with suppress(NameTakenError):  # a file without lines: there was a saver, and it was never stepped
+        with suppress(NameTakenError):  # an empty file: a saver was made, and no step recorded
             _store_of(Path(rehearsal.record)).write(Path(rehearsal.record).name, b"", create_only=True)
 
     def watch_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -134,7 +134,7 @@ class Recorder:
 
 
 def start_recorder() -> Recorder | None:
-    """The rehearsal that this process is part of, if any. Raises ConfigError when the variable cannot be read."""
+    """The recorder of this process if it is part of a rehearsal. Raises ConfigError if the variable is invalid."""
     text = os.environ.get(VARIABLE)
     if not text:
         return None
@@ -159,8 +159,10 @@ def _store_of(record: Path) -> LocalStore:
 
 
 def _digest_value(digest: Any, value: Any) -> None:
-    """Add the contents of a batch: tensors and arrays byte by byte, in mappings and sequences; strings and numbers by
-    value, other objects by class.
+    """Add the contents of a batch to `digest`.
+
+    Tensors and arrays, also inside mappings and sequences, are added by bytes; strings and numbers by value; other
+    objects by class.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():

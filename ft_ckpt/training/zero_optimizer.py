@@ -206,7 +206,7 @@ def refresh_weights(optimizer: Any) -> None:
 
 
 def is_accumulating(optimizer: Any) -> bool:
-    """Whether it holds gradients of an unfinished step, which are not captured."""
+    """Whether the optimizer holds gradients of an unfinished step, which are not captured."""
     optimizer = unwrap_optimizer(optimizer)
     if hasattr(optimizer, "fp32_groups_has_gradients"):
         return any(any(group) for group in optimizer.fp32_groups_has_gradients)

@@ -1,6 +1,6 @@
-"""Sends committed checkpoints to other places, and fetches them from there: folders, buckets, the Hub.
+"""Copies committed checkpoints to and from folders, buckets and the Hugging Face Hub.
 
-Nothing here decides what a checkpoint holds, changes one, or needs torch. Begin at `push`: a line for each kind of
-place, and at `copies`, which moves them between folders and buckets. What is sent to the Hub is chosen in `outgoing`;
-its modules are called `hub_...`.
+Nothing here decides the content of a checkpoint or needs torch. Begin at `push`, which has a module for each URL
+scheme, and at `copies`, which copies between folders and buckets. `outgoing` selects the files for a repository on the
+Hub; `hub` is the client for repositories, `hub_buckets` for the Hub's storage buckets.
 """

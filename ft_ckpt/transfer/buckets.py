@@ -1,4 +1,4 @@
-"""Push to and pull from buckets, also those of the Hub, and pull from chains of deltas in folders."""
+"""Push to and pull from buckets, including those of the Hub; pull from folders, including chains of deltas."""
 
 import importlib
 from dataclasses import fields
@@ -17,11 +17,11 @@ from ft_ckpt.transfer.pull_cache import pull_cached
 from ft_ckpt.transfer.signatures import read_signature
 
 _MEANT_HERE = {"state", "quiet"}
-_OF_THE_HUB = {"private", "token"}  # also of its buckets
+_OF_THE_HUB = {"private", "token"}  # of repositories and of buckets there
 
 
 def destination_url(destination: str | Place, options: PushOptions) -> str:
-    """The URL that is pushed to. Raises ConfigError for options that only repositories have."""
+    """The URL of the destination. Raises ConfigError for options that only repositories have."""
     plain = PushOptions()
     given = [one.name for one in fields(options) if getattr(options, one.name) != getattr(plain, one.name)]
     meant = _MEANT_HERE | (_OF_THE_HUB if is_hub_bucket(destination) else set())

@@ -1,7 +1,7 @@
 """Copies a committed checkpoint between two places: whole, or not at all.
 
-Each byte is read once and digested on the way; the manifest is written last. Files that a checkpoint beside the new one
-has already are linked there, and objects within one service are copied by the service.
+Files are digested while they are copied; the manifest is written last. Files that another checkpoint at the destination
+has are hard-linked from there, and objects within one service are copied by the service.
 """
 
 import importlib
@@ -33,8 +33,8 @@ from ft_ckpt.storage.scratch import SMALL_COPY_BYTES, copy_object, is_worth_show
 from ft_ckpt.storage.store import Access, Store, etag_of
 from ft_ckpt.transfer.signatures import put_signature, read_signature
 
-_SMALL_AT_ONCE = 8  # small files copied in parallel; of a large file, several parts are
-_EARLIER = 8  # newest checkpoints at the destination that files are taken over from
+_SMALL_AT_ONCE = 8  # small files copied in parallel; large files one at a time, in parallel parts
+_EARLIER = 8  # newest checkpoints at the destination whose files are reused
 _OF_COMMITS = {"files", "token"}  # fields of a manifest that depend on the commit, not only on the content
 _WORTH_LOOKING_BYTES = 1 << 20  # of a file: sending smaller ones takes less time than searching for them
 
@@ -44,9 +44,9 @@ class CopyReport:
     """A checkpoint that was copied, or was there already."""
 
     path: Path | str
-    """Where it is now: a path, or a URL."""
+    """The copy: a path, or a URL."""
     source: Path | str
-    """Where it came from."""
+    """The checkpoint that was copied: a path, or a URL."""
     is_new: bool
     """False when the same checkpoint was there already."""
     files: tuple[str, ...]
@@ -54,9 +54,9 @@ class CopyReport:
     bytes: int
     """Size of the files, in bytes."""
     sent_bytes: int
-    """Of these, the bytes that were read here and written there."""
+    """Of these, the bytes that this process read and wrote."""
     reused: tuple[str, ...]
-    """Files that the destination had already, in another checkpoint of the same folder."""
+    """Files taken from another checkpoint at the destination; in a bucket of the Hub, all that the Hub copied."""
     seconds: float
     """Duration."""
 
@@ -68,9 +68,9 @@ def copy(
 
     The name of the source is appended to a destination that ends in a slash. All digests are compared on the way, the
     manifest is written last. Files of 1 MiB or more that one of the newest checkpoints beside the destination has are
-    not sent again: they are hard-linked and read there, or copied by the service. A signature comes along, see `sign`;
-    pins and leases do not. A failed copy leaves no checkpoint; the next one starts from the beginning. If the same
-    checkpoint is there already, nothing changes.
+    not sent again: they are hard-linked and read there, or copied by the service. A signature is copied, see `sign`;
+    pins and leases are not. A failed copy leaves no checkpoint; the next one starts from the beginning, except in a
+    bucket of the Hub, where it continues. If the same checkpoint is there already, nothing changes.
 
     Raises NotACheckpointError when nothing is committed at `source`, CorruptError when its files differ from its
     manifest, NameTakenError when something else is at `destination` and `overwrite` is False, TargetError or
@@ -82,7 +82,7 @@ def copy(
 
 
 def destination_place(destination: str | os.PathLike[str] | Place, source: Place, **options: Any) -> Place:
-    """The place of a copy of `source`: `destination`, or inside it if it ends in a slash; `options`: of its client."""
+    """The place of a copy of `source`: `destination`, or below it if it ends in a slash. `options`: of its client."""
     place = open_place(destination, **options)
     inside = isinstance(destination, str) and destination.endswith("/")
     return Place(place.folder, source.basename) if inside else place
@@ -101,9 +101,9 @@ def copy_open(
 ) -> CopyReport:
     """Copy what `manifest` lists of an open checkpoint to `goal`, see `copy`.
 
-    With `renews`, the digests of an existing copy are compared, and a damaged one is replaced. `heed` is called for
+    With `renews`, the digests of an existing copy are compared, and a damaged copy is replaced. `heed` is called for
     each piece of a file, in several threads; an error that it raises ends the copy. With `exact`, `manifest` is
-    committed unchanged, on a disk.
+    committed unchanged. Copies to buckets of the Hub ignore these three.
     """
     begun, size_bytes = time.monotonic(), sum(file.size_bytes for file in manifest.files)
     signed = read_signature(held.origin)
@@ -182,7 +182,7 @@ def _refuse_occupied(goal: Place) -> None:
 
 @contextmanager
 def _staging_at(goal: Place, manifest: Manifest, access: Access, *, overwrite: bool) -> Iterator[Staging]:
-    """A staging folder for `goal`, discarded on errors; the next copy of the checkpoint takes over a killed one's."""
+    """A staging folder for `goal`, discarded on errors; that of a killed copy is taken over by the next copy."""
     identity = f"copy of {content_identity(manifest)}"
     staging = open_staging_at(goal, run_id=identity, overwrite=overwrite, access=access)
     try:
@@ -233,7 +233,7 @@ class _Copying:
             raise NoSpaceError(f"{self.store.url}: {free:,} bytes free, expected at least {needed:,}; make room there")
 
     def fetch_at_once(self, files: Iterable[FileRecord], *, shown: bool) -> None:
-        """Let the client of a bucket of the Hub, which is made for that, write the files that are not here."""
+        """From a bucket of the Hub, let its client download all files that cannot be reused, in one call."""
         download: Callable[..., None] | None = getattr(self.held.origin, "download", None)
         if download is None or not isinstance(self.store, LocalStore):
             return
@@ -268,7 +268,7 @@ class _Copying:
         found = self.reusable.get(content_key(file))
         if found is None or file.size_bytes < _WORTH_LOOKING_BYTES:
             return False
-        with suppress(CorruptError, TargetError):  # gone since, or no links there
+        with suppress(CorruptError, TargetError):  # deleted since, or no links there
             if take_earlier(*found, self._store_for(file), file.path) and self._is_whole_here(file):
                 self._count(file.size_bytes, reused=file.path)
                 return True

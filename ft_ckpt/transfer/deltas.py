@@ -6,10 +6,10 @@ Each entry is a committed folder. An anchor has all files of its checkpoint but 
     checkpoint.json                 the manifest of the checkpoint that it stands for
     deltas/PATH/00001.safetensors   of the file PATH, for each tensor NAME with changes NAME.indices (flat positions,
                                     ascending) and NAME.values; a long tensor goes on in the next file
-    headers/PATH                    the header of the file PATH, if it is another one
-    files/PATH                      each other file that is another one
+    headers/PATH                    the header of the file PATH, if it differs from that in the base
+    files/PATH                      each other file that differs from that in the base
 
-Elements are compared as bytes, so the files that are rebuilt have the digests in the manifest of their checkpoint.
+Elements are compared as bytes, so rebuilt files have the digests in the manifest of their checkpoint.
 """
 
 import threading
@@ -56,8 +56,8 @@ DELTA = "delta"  # the kind in its manifest
 CHECKPOINT_NAME = "checkpoint.json"
 _MOST_SHARE = 0.5  # of the bytes of the checkpoint; a larger delta is not worth it
 _SLICE_BYTES = 4 << 20  # compared at once
-_PIECE_BYTES = 8 << 20  # changes from which on a file of a delta is full
-_KEPT_PIECES = 3  # of each rebuilt file, in memory
+_PIECE_BYTES = 8 << 20  # a file of a delta ends once its changes have this size
+_KEPT_PIECES = 3  # files of a delta in memory, for each rebuilt file
 _INT32_ELEMENTS = 1 << 31
 _REPAIR = "publish an anchor (`ft-ckpt publish CHECKPOINT CHAIN --delta --anchor-every 1`)"
 
@@ -94,10 +94,11 @@ def content_digest(manifest: Manifest) -> str:
 def append_checkpoint(checkpoint: Place, chain: Place, anchor_every: int) -> AppendReport:
     """Append the committed `checkpoint`, under its name, to the folder or bucket prefix `chain`; all or nothing.
 
-    A delta on the newest entry, whose files are read beside the checkpoint if they are still there, else rebuilt from
-    the chain as they are read. An anchor if the chain is empty, for each entry number `anchor_every` after an anchor,
-    if a tensor has another name, shape or type, if the delta has more than half of the bytes, and with a warning if the
-    newest entry cannot be read. Digests are compared on the way; memory holds a few slices.
+    Appends a delta on the newest entry. The files of this entry are read beside the checkpoint if they are still there,
+    else rebuilt from the chain as they are read. Appends an anchor instead if the chain is empty, after
+    `anchor_every - 1` deltas in a row, if a tensor has another name, shape or type, if the delta would have more than
+    half of the bytes, and with a warning if the newest entry is damaged. Digests are compared on the way; memory holds
+    a few slices.
 
     Raises NameTakenError if the chain has another checkpoint of this name, or a newer one; otherwise as `copy` does.
     """
@@ -128,7 +129,7 @@ def append_checkpoint(checkpoint: Place, chain: Place, anchor_every: int) -> App
 
 
 def _entries(chain: Place) -> list[CheckpointInfo]:
-    """The entries of a chain, oldest first. Raises UnreadableError if one cannot be read now."""
+    """The entries of a chain, oldest first. Raises UnreadableError, and ConfigError if `chain` is a checkpoint."""
     listed = list_checkpoints(chain)
     listed.require_readable()
     listed.warn_left_out()
@@ -222,7 +223,7 @@ def _write_changes(
 
 
 def _copy_file(held: OpenCheckpoint, file: FileRecord, store: Store) -> FileRecord:
-    """Copy a file that the base has not, or has otherwise."""
+    """Copy a file that the base lacks, or has with other content."""
     path, running = f"files/{file.path}", RunningDigest(file.size_bytes, file.cuts, file.ranks)
     with closing(held.store.open(file.path)) as opened:
         if opened.size_bytes == file.size_bytes:
@@ -243,7 +244,7 @@ class _DigestedFile:
         self.header = parse_header(self._read_head, file.size_bytes)
 
     def read(self, start: int, size_bytes: int) -> bytes:
-        """The next bytes."""
+        """Read bytes; each call goes on where the last one ended."""
         content = read_range(self.file, start, size_bytes)
         self.running.update(memoryview(content))
         return content
@@ -268,13 +269,13 @@ def _in_file_order(header: SafetensorsHeader) -> list[tuple[str, HeaderEntry]]:
 
 
 def _is_alike(one: SafetensorsHeader, other: SafetensorsHeader) -> bool:
-    """Whether two files have tensors of the same names, shapes and types, which we know, in the same order."""
+    """Whether two files have tensors of the same names, shapes and types in the same order, all of supported types."""
     tensors, others = ([(name, *entry[:2]) for name, entry in _in_file_order(each)] for each in (one, other))
     return tensors == others and all(entry.dtype in ITEM_BYTES for entry in one.tensors.values())
 
 
 def _changed_pieces(path: str, new: _DigestedFile, old: _DigestedFile) -> Iterator[bytes]:
-    """The files of a delta for two alike files: each with the changed elements of some bytes of the new one."""
+    """The files of a delta between two files of the same layout, each for a byte range of the new one."""
     changes, size_bytes, begun = dict[str, list[Any]](), 0, len(new.head)
     shift = len(new.head) - len(old.head)
     for name, entry in _in_file_order(new.header):
@@ -315,9 +316,9 @@ def _piece(path: str, changes: Mapping[str, list[Any]], start: int, stop: int) -
 def open_whole(entry: OpenCheckpoint, near: Store | None = None) -> Iterator[OpenCheckpoint]:
     """The checkpoint that an open entry of a chain stands for; the files of a delta are rebuilt while they are read.
 
-    Each base comes from the folder `near`, if that has its content under its name, else from the chain. Not compared
-    with digests here, except that the entries fit together. Raises CorruptError, also in place of one that the block
-    raises, naming each entry that is missing, damaged, or not the one that was built on.
+    Each base is read from the folder `near` if that has its content under its name, else from the chain. File digests
+    are not compared here, only the content digests that link the entries. Raises CorruptError, also in place of an
+    error of the block, naming each entry that is missing, damaged, or not the base that its delta was computed from.
     """
     entries = [entry]
     with ExitStack() as stack:
@@ -327,14 +328,14 @@ def open_whole(entry: OpenCheckpoint, near: Store | None = None) -> Iterator[Ope
             identity = text_identity(manifest_to_json(manifest).encode()) if entry.manifest.delta else entry.identity
             yield replace(entry, store=store, manifest=manifest, identity=identity)
         except UnreadableError:
-            raise  # it may pass
+            raise  # a later try may succeed
         except (CorruptError, ManifestError) as error:
             damaged = [f"{each.location}: {line}" for each in entries for line in each.find_problems(deep=True)]
             raise CorruptError(f"{listing(damaged) if damaged else error}; {_REPAIR}") from error
 
 
 def _whole_store(entries: list[OpenCheckpoint], manifest: Manifest, near: Store | None, stack: ExitStack) -> Store:
-    """The files of the checkpoint that the last of `entries` stands for; those it is based on are appended to them."""
+    """The files of the checkpoint that the last of `entries` stands for; its bases are appended to `entries`."""
     entry, name = entries[-1], Place(entries[-1].origin).basename
     there = _place_near(near, name, content_digest(manifest))
     if there is not None and there.folder.identity != entry.origin.identity:
@@ -354,7 +355,7 @@ def _whole_store(entries: list[OpenCheckpoint], manifest: Manifest, near: Store 
 
 
 def fetch_whole(entry: OpenCheckpoint, near: Store | None, copy: Callable[[OpenCheckpoint], CopyReport]) -> CopyReport:
-    """`copy` of the checkpoint that an open delta stands for, see `open_whole`; without `near` if that is damaged."""
+    """`copy` the checkpoint that an open delta stands for, see `open_whole`; a damaged base in `near` is not used."""
     if near is not None:
         with suppress(CorruptError), open_whole(entry, near) as whole:
             return copy(whole)
@@ -363,9 +364,9 @@ def fetch_whole(entry: OpenCheckpoint, near: Store | None, copy: Callable[[OpenC
 
 
 def drop_rebuilt(chain: Place, folder: Path, keep: int = 2) -> None:
-    """Delete checkpoints in `folder` that entries of the chain stand for, but the `keep` newest, and none in use.
+    """Delete the rebuilt checkpoints of the chain in `folder`, except the `keep` newest and those in use.
 
-    What could not be deleted stays until the next call.
+    Checkpoints that cannot be deleted stay until the next call.
     """
     manifests = {info.name: info.manifest for info in list_checkpoints(chain).found}
     if not any(manifest.delta for manifest in manifests.values()):
@@ -381,7 +382,7 @@ def drop_rebuilt(chain: Place, folder: Path, keep: int = 2) -> None:
 
 
 def _manifest_of(entry: OpenCheckpoint, wanted: str = "") -> Manifest:
-    """The manifest of the checkpoint that an entry stands for. Raises CorruptError if its content is not `wanted`."""
+    """The manifest of the checkpoint that an entry stands for. Raises CorruptError for another content digest."""
     manifest, expected = entry.manifest, wanted
     if manifest.delta:
         text = read_text(entry.store, CHECKPOINT_NAME, MANIFEST_LIMIT_BYTES)
@@ -455,8 +456,8 @@ class _Piece:
             raise CorruptError(f"{file.where}: not a file of a delta") from None
 
     def load(self, tensors: Mapping[str, HeaderEntry]) -> list[tuple[Any, Any]]:
-        """For each tensor the offsets of its changed elements in the rebuilt file, ascending, and their bytes, a row
-        each. Raises CorruptError for positions that are not in the tensor.
+        """For each tensor the offsets of its changed elements in the rebuilt file, ascending, and their bytes, one row
+        per element. Raises CorruptError for unknown tensors and for positions outside of the tensor.
         """
         content, found = read_range(self.file, 0, self.file.size_bytes), list[tuple[Any, Any]]()
         for name in sorted(name.removesuffix(".indices") for name in self.header.tensors if name.endswith(".indices")):
@@ -476,7 +477,7 @@ class _Piece:
 
 
 class _RebuiltFile:
-    """A safetensors file: an open one with changes."""
+    """An open safetensors file with changes, which are applied to the bytes that are read."""
 
     can_map = False
 
@@ -512,7 +513,7 @@ class _RebuiltFile:
             for offsets, rows in self._changes(number) if self.pieces[number].stop > start else ():
                 width = rows.shape[1]
                 low, high = np.searchsorted(offsets, (start - width + 1, end))
-                for byte in range(width):  # an element may lie across both ends
+                for byte in range(width):  # an element may cross an end of the range
                     at = offsets[low:high] + (byte - start)
                     inside = (at >= 0) & (at < len(memory))
                     target[at[inside]] = rows[low:high, byte][inside]
@@ -536,7 +537,7 @@ class _RebuiltFile:
 
 
 def _head_of(file: Readable) -> bytes:
-    """The header of an open safetensors file with its length before it."""
+    """The header of an open safetensors file, including the 8 bytes of its length."""
     return read_range(file, 0, 8 + int.from_bytes(read_range(file, 0, 8), "little"))
 
 

@@ -165,7 +165,7 @@ def updated_card(text: str, facts: CardFacts) -> tuple[str, list[str]]:
     tags = [tag for tag in ([tags] if isinstance(tags, str) else tags) if not _is_of_other_base(str(tag), facts)]
     data["tags"] = list(dict.fromkeys([*tags, *facts.tags])) or None
     if isinstance(data.get("base_model"), str) and not is_hub_name(data["base_model"]):
-        data["base_model"] = None  # a path of this machine
+        data["base_model"] = None  # a local path
     if facts.task is not None:
         data["pipeline_tag"] = data.get("pipeline_tag") or facts.task
     if facts.metrics and facts.task is None:
@@ -178,7 +178,7 @@ def updated_card(text: str, facts: CardFacts) -> tuple[str, list[str]]:
 
 
 def _is_of_other_base(tag: str, facts: CardFacts) -> bool:
-    """Whether a tag names another base, or a path of this machine."""
+    """Whether a tag names another base, or a local path."""
     if not tag.startswith("base_model:") or tag in facts.tags:
         return False
     return facts.base_id is not None or not is_hub_name(tag.split(":")[-1])
@@ -197,7 +197,7 @@ def _with_results(index: Any, facts: CardFacts) -> list[Any] | None:
 
 
 def _short_name(name: str) -> str:
-    """The name of a metric without the name of its data set, as in "eval_"."""
+    """The name of a metric without the prefix of its data set, such as "eval_"."""
     for start in _EVALUATED:
         for mark in "_/":
             name = name.removeprefix(f"{start}{mark}")
@@ -205,7 +205,7 @@ def _short_name(name: str) -> str:
 
 
 def _is_result(name: str, value: float, manifest: Manifest) -> bool:
-    """Whether a metric measures the quality of the model, not the training or its speed."""
+    """Whether a metric is a finite evaluation result, not a measure of the training or its speed."""
     is_metric = name in manifest.rankings or name.startswith(_EVALUATED)
     return is_metric and math.isfinite(value) and not name.endswith(_NO_RESULTS)
 
@@ -217,7 +217,7 @@ def _task_of(part: PartRecord | None, adapter_config: Mapping[str, Any]) -> str 
     return next((task for end, task in _TASKS.items() for name in names if name.endswith(end)), None)
 
 
-_ARRIVING = ".arriving"  # in the stage: the library's download folder, with its cache files
+_ARRIVING = ".arriving"  # in the staging folder: download folder of huggingface_hub, with its cache files
 _FILES_AT_ONCE = 8
 
 
@@ -254,7 +254,7 @@ def _refuse_taken(folder: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _staging_for(folder: Path) -> Iterator[LocalStaging]:
-    """A hidden folder for the files, deleted at the end unless it was committed."""
+    """A hidden staging folder, deleted at the end unless it was committed."""
     staging = open_staging(folder)
     try:
         yield staging
@@ -277,7 +277,7 @@ def _download_file(api: HfApi, repo_id: str, path: str, oid: str, folder: Path) 
 
 
 def _take_over(source: Store, names: Sequence[str], store: Store, others: Sequence[str]) -> None:
-    """Link files of `source` under `others` in `store`; without links they are copied."""
+    """Link the files `names` of `source` as `others` in `store`, or copy them where links are not possible."""
     for name, other in zip(names, others, strict=True):
         if not store.copy(name, other, source):
             with closing(source.open(name)) as file:
@@ -302,7 +302,7 @@ def _put_in_place(staging: LocalStaging, place: HubPlace) -> Manifest:
 
 
 _PAUSE_SECONDS = 1.0
-_PATHS_AT_ONCE = 500  # the Hub answers for a thousand at most
+_PATHS_AT_ONCE = 500  # the Hub takes a thousand per request at most
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ class _Head:
 
 
 def destination_url(destination: str, options: PushOptions) -> str:
-    """The URL of the place that is pushed to. Raises ConfigError."""
+    """The URL of the destination. Raises ConfigError if it is invalid."""
     refuse_secrets(options.base_id or "", "HF_TOKEN")
     return parse_place(destination, options.revision).url
 
@@ -381,7 +381,7 @@ def _commit_once(api: HfApi, place: HubPlace, path: Path, outgoing: OutgoingFile
 
 
 def _look_at_head(api: HfApi, place: HubPlace, options: PushOptions) -> _Head:
-    """The state of the repository; creates missing ones. Raises TargetError if it is public and must not be."""
+    """The state of the repository; creates it, or its branch. Raises TargetError if it is public and must not be."""
     try:
         info = api.model_info(place.repo_id, revision=place.revision)
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:

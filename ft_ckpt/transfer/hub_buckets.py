@@ -1,8 +1,9 @@
 """Sends checkpoints into storage buckets of the Hugging Face Hub, and makes such buckets.
 
-A bucket takes files in batches, each of which may be done in part, and has no conditional writes. So the files are
-sent in one batch and compared by their Xet hashes with the local files; the manifest follows alone. A mark (see
-`guards`) tells other senders, and identifies what a killed sender has left. Files that are already there stay.
+A bucket takes files in batches, each of which may be applied in part, and has no conditional writes. So the files are
+sent in one batch and compared by their Xet hashes with the local files; the manifest is written afterwards. A lock
+object (`guards.SaveMark`) shows the send to other processes and identifies the leftovers of a killed one. Files that
+are already there are not sent again.
 """
 
 import time
@@ -32,8 +33,8 @@ from ft_ckpt.transfer.pull_cache import pull_cached
 
 _T = TypeVar("_T")
 _PAUSE_SECONDS = 1.0
-_MOST_LISTED = 10_000  # files beside the new checkpoint among which known content is looked for
-_BATCH_FAILED = (200, 422)  # the Hub reports single operations that failed
+_MOST_LISTED = 10_000  # files beside the new checkpoint whose hashes are compared, to copy known content
+_BATCH_FAILED = (200, 422)  # statuses of a batch in which single operations failed
 
 
 def make_bucket(store: Store, private: bool | None = None) -> None:
@@ -48,7 +49,7 @@ def make_bucket(store: Store, private: bool | None = None) -> None:
 
 
 def _find_or_make(bucket: HubBucket, *, private: bool) -> bool:
-    """Whether the bucket is a private one; a missing one is made as that, if `private`."""
+    """Make the bucket if it is missing, a private one if `private`; returns whether it is private."""
     with suppress(ConfigError), bucket_errors(bucket.url):
         return bucket.api.bucket_info(bucket.bucket_id).private
     with bucket_errors(bucket.url, writing=True):
@@ -58,19 +59,19 @@ def _find_or_make(bucket: HubBucket, *, private: bool) -> bool:
 
 @dataclass(frozen=True)
 class _Content:
-    """The checkpoint that the bucket is to hold."""
+    """The checkpoint to send, and the location of its files."""
 
     manifest: Manifest
     hashes: dict[str, str]  # Xet hash of each file
     folder: Path | None  # with the files; None if all are in `bucket`
-    bucket: str  # that has them, or that they go to
+    bucket: str  # the source of the files, or their destination if they are in `folder`
 
 
 def send_open(held: OpenCheckpoint, goal: Place, manifest: Manifest, *, overwrite: bool, shown: bool) -> CopyReport:
     """Copy what `manifest` lists of an open checkpoint to `goal` in a bucket, as `copies.copy_open` does.
 
-    From a bucket of the Hub the Hub itself copies; what is in another bucket comes into the cache first. An interrupted
-    copy is continued: files that are there with their content are not sent again.
+    The Hub itself copies from its buckets; a checkpoint in another bucket is pulled into the cache first. An
+    interrupted copy is continued: files that are there with the same content are not sent again.
     """
     begun = time.monotonic()
     if not isinstance(held.store, LocalStore) and not _is_as_committed(held, manifest):
@@ -85,7 +86,7 @@ def send_open(held: OpenCheckpoint, goal: Place, manifest: Manifest, *, overwrit
 
 
 def _is_as_committed(held: OpenCheckpoint, manifest: Manifest) -> bool:
-    """Whether a checkpoint in a bucket of the Hub has the files that were compared when it was committed."""
+    """Whether a checkpoint is in a bucket of the Hub, with the Xet hashes that were recorded at its commit."""
     if not isinstance(held.origin, HubBucket):
         return False
     found = {each.name: each.etag for each in held.store.list()}
@@ -93,7 +94,7 @@ def _is_as_committed(held: OpenCheckpoint, manifest: Manifest) -> bool:
 
 
 def _content_of(held: OpenCheckpoint, manifest: Manifest, goal: HubBucket) -> _Content:
-    """The content to send, all of whose digests are compared. Raises CorruptError."""
+    """The content to send. The digests of local files are compared. Raises CorruptError."""
     if isinstance(held.origin, HubBucket):
         hashes = {file.path: str(file.etag) for file in manifest.files}
         return _Content(manifest, hashes, None, held.origin.bucket_id)
@@ -109,7 +110,7 @@ def _content_of(held: OpenCheckpoint, manifest: Manifest, goal: HubBucket) -> _C
 
 
 def _send_once(content: _Content, goal: Place, *, overwrite: bool, shown: bool, copies: bool) -> CopyReport:
-    """Look at what is there, send the rest, and commit it."""
+    """List the destination, send the missing files, and commit."""
     store, manifest = _bucket_of(goal.folder), content.manifest
     names = tuple(file.path for file in manifest.files)
     size_bytes = sum(file.size_bytes for file in manifest.files)
@@ -134,7 +135,7 @@ def _send_once(content: _Content, goal: Place, *, overwrite: bool, shown: bool, 
         sent, reused = _send_files(content, goal, there, shown=shown, copies=copies)
         _commit(content, goal, mark)
     except BaseException:
-        mark.stop()  # it stays for the next call, which goes on
+        mark.stop()  # the lock object stays: the next call continues
         raise
     mark.release()
     sent_bytes = sum(file.size_bytes for file in manifest.files if file.path in sent)
@@ -162,10 +163,10 @@ def _send_files(
 
 
 def _commit(content: _Content, goal: Place, mark: SaveMark) -> None:
-    """Compare the files in the bucket with the ones here, and write the manifest; compare again afterwards.
+    """Compare the files in the bucket with the sent ones, and write the manifest; compare again afterwards.
 
-    Raises TargetError if another sender has replaced files or the mark; readers refuse such a mixture, because the
-    manifest has the hashes.
+    Raises TargetError if another sender has replaced files or the lock object. Readers refuse such a mixture, because
+    the manifest has the hashes.
     """
     store, manifest = _bucket_of(goal.folder), content.manifest
     if wrong := _differing(store, content):
@@ -181,7 +182,7 @@ def _commit(content: _Content, goal: Place, mark: SaveMark) -> None:
 
 
 def _differing(store: HubBucket, content: _Content) -> list[str]:
-    """The files that are not in the bucket with their content."""
+    """The files that are missing in the bucket, or have other content there."""
     found = {each.name: each.etag for each in store.list()}
     return [name for name, hashed in content.hashes.items() if found.get(name) != hashed]
 
@@ -194,7 +195,7 @@ def _problem_of(held: OpenCheckpoint, file: FileRecord) -> str | None:
 
 
 def _patiently(ask: Callable[[int], _T]) -> _T:
-    """The result of `ask`, which is given the number of the try; repeated after errors that may pass."""
+    """Call `ask` with the number of the try, from 1; retry after temporary errors. Returns its result."""
     tries = 0
     while True:
         tries += 1
@@ -207,7 +208,7 @@ def _patiently(ask: Callable[[int], _T]) -> _T:
 
 
 def _is_passing(error: BaseException) -> bool:
-    """Whether to try again after an error of ours."""
+    """Whether the cause of an error of ft_ckpt may be temporary."""
     cause = error.__cause__
     return cause is not None and (hub_status(cause) in _BATCH_FAILED or is_worth_another_look(cause))
 

@@ -1,4 +1,4 @@
-"""Selects the files of a checkpoint to push, and the records of pushes and pulls.
+"""Selects the files of a checkpoint to push; options and reports of pushes and pulls.
 
 The pushed manifest lists the files as they are sent. The model card is not listed, because people edit it on the Hub.
 """
@@ -20,7 +20,7 @@ from ft_ckpt.storage.digests import FileRecord, record_of
 from ft_ckpt.storage.local_store import LocalStore
 
 CARD_NAME = "README.md"
-_OF_RUNS = {"trainer_state.json"}  # what a Trainer says of its run: it goes with the state
+_OF_RUNS = {"trainer_state.json"}  # of a Trainer; pushed only with the training state
 _BASE_KEYS = {"base_model_name_or_path", "_name_or_path", "name_or_path"}
 _CONFIG_LIMIT_BYTES = 8 << 20
 
@@ -49,7 +49,7 @@ def refuse_damaged(held: OpenCheckpoint) -> None:
 
 
 def outgoing_files(held: OpenCheckpoint, *, state: bool, base_id: str | None) -> OutgoingFiles:
-    """The files to push of an open checkpoint; with the training state if `state`. `base_id`: Hub name of the base."""
+    """The files of an open checkpoint to push; with the training state if `state`. `base_id`: Hub name of the base."""
     manifest = held.manifest if state else weights_manifest(held.manifest)
     sent = [file for file in manifest.files if not is_hidden(file.path)]
     left_out = sorted({file.path for file in held.manifest.files} - {file.path for file in sent})
@@ -82,7 +82,7 @@ def weights_manifest(manifest: Manifest) -> Manifest:
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a path has a hidden step."""
+    """Whether a component of the path begins with a dot."""
     return any(step.startswith(".") for step in path.split("/"))
 
 
@@ -119,7 +119,7 @@ def _named_base(base: BaseRecord | None, base_id: str | None) -> BaseRecord | No
 def _changed_configs(
     configs: Mapping[str, dict[str, Any]], local: set[str], base_id: str | None
 ) -> Iterator[tuple[str, tuple[bytes, str]]]:
-    """The configs with paths of this machine, by path: (content without them, description of the change)."""
+    """The configs that contain local paths, by path: (content without these, description of the change)."""
     for path, config in configs.items():
         changes: list[str] = []
         found = _without_places(config, "", local, base_id, changes)
@@ -128,7 +128,7 @@ def _changed_configs(
 
 
 def _without_places(value: Any, key: str, local: set[str], base_id: str | None, changes: list[str]) -> Any:
-    """The JSON value without paths of this machine; descriptions of changes are appended to `changes`."""
+    """The JSON value without local paths; descriptions of changes are appended to `changes`."""
     if isinstance(value, dict):
         return {name: _without_places(each, name, local, base_id, changes) for name, each in value.items()}
     if isinstance(value, list):
@@ -142,7 +142,7 @@ def _without_places(value: Any, key: str, local: set[str], base_id: str | None, 
 
 
 def _is_place_here(text: str) -> bool:
-    """Whether a text is an existing absolute path; single names such as "/s" are taken for tokens."""
+    """Whether a text is an existing absolute path; paths of one name, such as "/s", may be tokens and do not count."""
     path = Path(text)
     if not path.is_absolute() or len(path.parts) < 3 or "\0" in text:
         return False
@@ -176,13 +176,13 @@ class PushReport:
     repo_id: str
     """The repository; "" in a bucket."""
     oid: str
-    """The commit; in a bucket the digest of the pushed manifest."""
+    """The commit; in a bucket the digest of the manifest of `path`."""
     commit_url: str
-    """Address of that commit, or of the manifest in a bucket."""
+    """URL of the commit, or of the manifest in a bucket."""
     is_new: bool
     """Whether a commit was made; False if the destination had all files."""
     files: tuple[str, ...]
-    """Paths of the files of the checkpoint, in the repository."""
+    """Paths of the pushed files in the repository; in a bucket, relative to the checkpoint, without the manifest."""
     deleted: tuple[str, ...]
     """Paths of files of older checkpoints that were deleted with the same commit."""
     bytes: int
@@ -190,7 +190,7 @@ class PushReport:
     seconds: float
     """Duration."""
     notes: tuple[str, ...]
-    """Files that were left out or changed."""
+    """Files that were left out or changed, and metadata of the card that could not be updated."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class PullReport:
     """A finished pull."""
 
     path: Path
-    """The folder it is in."""
+    """The folder of the checkpoint."""
     url: str
     """The source."""
     oid: str

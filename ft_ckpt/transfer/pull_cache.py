@@ -1,7 +1,7 @@
 """The cache of pulled checkpoints: a local folder of limited size.
 
 Each entry is a committed checkpoint, named by its content; files that several entries share are hard links. The least
-recently used entries are deleted first, never one that was used within the hour, is leased or pinned.
+recently used entries are deleted first. Entries that are leased, pinned, or were used within the hour stay.
 """
 
 import os
@@ -24,7 +24,7 @@ from ft_ckpt.transfer.copies import CopyReport, content_identity, content_key, c
 
 _FOLDER, _SIZE = "FT_CKPT_CACHE", "FT_CKPT_CACHE_SIZE"  # environment variables: its location and largest size
 _DEFAULT_SIZE = "200GB"
-_USED = f"{PREFIX}used"  # in a cached checkpoint: its time is that of its last use
+_USED = f"{PREFIX}used"  # empty file in a cached checkpoint; its modification time is that of the last use
 _LOCK = f"{PREFIX}pull-"  # prefix of lock files: one process at a time pulls a checkpoint
 _IN_USE_SECONDS = 3600.0
 _POLL_SECONDS = 0.2
@@ -37,7 +37,7 @@ def cache_folder() -> Path:
 
 
 def pull_cached(held: OpenCheckpoint, manifest: Manifest, *, exact: bool = False) -> CopyReport:
-    """The checkpoint in the cache; fetched, by one process at a time, if it is missing or damaged there.
+    """Fetch the checkpoint into the cache, one process at a time, if it is missing or damaged there.
 
     Raises ConfigError for an invalid size, and what `copies.copy` raises.
     """
@@ -80,10 +80,10 @@ def _distinct_bytes(infos: Iterable[CheckpointInfo], new: dict[tuple[str, int], 
 
 @contextmanager
 def _sole_puller(cache: LocalStore, name: str) -> Iterator[None]:
-    """Hold the lock for pulling `name` while the block runs; on file systems without locks, nothing is locked."""
+    """Hold the lock for pulling `name` while the block runs; there is none on file systems without locks."""
     lock = f"{_LOCK}{name}"
     while True:
-        cache.allocate(lock, 0)  # at once: a draft of it would stay if this process were killed
+        cache.allocate(lock, 0)  # not by a temporary file, which would stay if this process were killed
         with locks.holding_lock(cache.path(lock)) as mine:
             if mine is not False:
                 yield

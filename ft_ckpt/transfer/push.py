@@ -33,21 +33,21 @@ class PendingPush:
     url: str
     """The URL of its destination."""
     future: "Future[PushReport]"
-    """Resolves to the report."""
+    """The future of the report."""
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, with or without an error."""
+        """Whether the push has ended, with or without an error."""
         return self.future.done()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for it, at most `timeout` seconds; returns whether it has ended, with or without an error."""
+        """Wait for the push, at most `timeout` seconds; returns whether it has ended, with or without an error."""
         return bool(wait([self.future], timeout).done)
 
     def result(self, timeout: float | None = None) -> PushReport:
-        """Wait for it, at most `timeout` seconds, and give its report.
+        """Wait for the push, at most `timeout` seconds, and return its report.
 
-        Raises what the push raised; TimeoutError when time is up.
+        Raises the error of the push; TimeoutError when time is up.
         """
         return self.future.result(timeout)
 
@@ -78,7 +78,7 @@ class PushQueue:
             self.last.start()
 
     def join(self, seconds: float | None = None) -> bool:
-        """Wait for all jobs, at most `seconds`; returns whether all have ended. A forked child has none."""
+        """Wait for all jobs, at most `seconds`; returns whether all have ended. A forked process has no jobs."""
         last = self.last
         if last is None:
             return True
@@ -114,7 +114,7 @@ def start_push(place: Place, url: str, send: Callable[[OpenCheckpoint], PushRepo
 
 
 def wait_for_pushes(pushes: Sequence[PendingPush]) -> None:
-    """Wait until all have ended; an interrupt warns of those that have not."""
+    """Wait until all pushes have ended; warns of the others on an interrupt."""
     waiting = [push for push in pushes if not push.done]
     for push in waiting:
         LOG.info("waiting until %s is pushed to %s", location_name(push.path), push.url)
@@ -169,25 +169,25 @@ def push(
     message: str | None = None,
     background: bool = False,
 ) -> PushReport | PendingPush:
-    """Push the committed `checkpoint` to a model repository on the Hub, as one commit; it is leased meanwhile.
+    """Push the committed `checkpoint` to a model repository on the Hub, as one commit; it is leased during the push.
 
     `destination` is "user/name", or "hf://user/name[@revision][/folder]". A missing repository or branch is created, as
-    a private one if `private` is True. All digests are compared first. Pushed are weights, configs, tokenizer and a
-    manifest of these files: no training state unless `state` is True, and no paths of this machine, which `base_id`,
-    the name of the base model, replaces. An existing model card keeps its text; its metadata are updated. Weights of
-    older checkpoints that readers would confuse with these are deleted by the same commit. Existing files are not sent
-    again; if nothing changes, there is no commit.
+    a private one if `private` is True. All digests are compared first. The commit has weights, configs, tokenizer and a
+    manifest of these files, and the training state if `state` is True. Local paths are replaced by `base_id`, the name
+    of the base model, or removed. An existing model card keeps its text; its metadata are updated. The same commit
+    deletes files of older checkpoints that the old manifest lists or that readers would confuse with these. Existing
+    files are not sent again; if nothing changes, there is no commit.
 
-    A `destination` in a bucket ("s3://...", or a `Place` there) gets a copy as by `copy`, also without the state;
-    `revision`, `private`, `token`, `base_id` and `message` do not apply. A checkpoint in a bucket is pulled into the
-    cache before it is pushed to the Hub. To a storage bucket of the Hub, "hf://buckets/user/name[/folder]", `token` and
-    `private` apply: a missing one is made, as a private one unless `private` is False.
+    To a bucket ("s3://...", or a `Place` there) the checkpoint is copied as by `copy`, also without the state;
+    `revision`, `private`, `token`, `base_id` and `message` raise ConfigError. A checkpoint in a bucket is pulled into
+    the cache before it is pushed to a repository. A storage bucket of the Hub, "hf://buckets/user/name[/folder]", takes
+    `token` and `private`; a missing one is made, a private one unless `private` is False.
 
     With `background` a handle is returned at once; pushes run one after the other, and a failure is a warning.
 
     Raises ConfigError for an invalid destination, NotACheckpointError when nothing is committed at `checkpoint`,
-    CorruptError when its files differ from its manifest, TargetError when the Hub refuses or is not reached; then the
-    repository is as it was.
+    CorruptError when its files differ from its manifest, TargetError when the Hub refuses or cannot be reached, or when
+    a .gitignore in the repository has dropped files from the commit.
     """
     options = PushOptions(revision, private, token, state, base_id, message)
     return (begin_push if background else push_now)(checkpoint, destination, options)
@@ -203,7 +203,7 @@ def push_now(checkpoint: Checkpoint, destination: str | Place, options: PushOpti
 
 
 def begin_push(checkpoint: Checkpoint, destination: str | Place, options: PushOptions) -> PendingPush:
-    """As `push` in the background, with its options in one object."""
+    """Like `push` in the background, with the options in one object."""
     sender = _module_for(destination)
     url: str = sender.destination_url(destination, options)
     quiet = replace(options, quiet=True)
@@ -229,19 +229,20 @@ def pull(
 ) -> PullReport:
     """Fetch the checkpoint at `source` into `folder`, or, from a bucket, into the cache; its path is in the report.
 
-    `source` is "hf://user/name[@revision][/folder]", all of one commit, or the URL or `Place` of a checkpoint in a
-    bucket ("s3://...", "hf://buckets/user/name/..."), or the absolute path or `Place` of one in a folder. With a
-    manifest, every file is compared with it, and the checkpoint is committed like a save, or not at all. Files on the
-    Hub without a manifest are fetched as they are. `folder` must be new or empty; with `overwrite`, a checkpoint may
-    replace another one.
+    `source` is "hf://user/name[@revision][/folder]", read from a single commit, or the URL or `Place` of a checkpoint
+    in a bucket ("s3://...", "hf://buckets/user/name/..."), or the absolute path or `Place` of a checkpoint in a folder.
+    With a manifest, every file is compared with it, and the checkpoint is committed like a save, or not at all. Files
+    on the Hub without a manifest are fetched as they are. `folder` must be new or empty; with `overwrite`, a checkpoint
+    may replace another one.
 
-    A delta, see `publish`, becomes the checkpoint that it stands for, byte for byte. Its base is read beside `folder`,
-    if it is there, else rebuilt from the chain.
+    A delta, see `publish`, is rebuilt to the checkpoint that it stands for, byte for byte. Its base is read beside
+    `folder` if it is there, else rebuilt from the chain.
 
     Without `folder`, a checkpoint in a bucket is fetched into the cache: ~/.cache/ft_ckpt, or the folder FT_CKPT_CACHE.
     An entry of the cache is compared and not fetched again, nor are files of 1 MiB or more that another entry has; of
     several processes one fetches. Do not change files in the cache. The least recently pulled checkpoints are deleted
-    when the cache exceeds 200 GB, or FT_CKPT_CACHE_SIZE; none that was pulled within the hour, is pinned or in use.
+    when the cache exceeds 200 GB, or FT_CKPT_CACHE_SIZE, unless they are pinned, in use, or were pulled within the
+    hour.
 
     Raises ConfigError for an invalid source, MissingError when there is no such repository, revision or folder,
     NotACheckpointError when the bucket has no committed checkpoint there, UnreadableError when the Hub is not reached,
@@ -256,9 +257,10 @@ def pull(
 
 
 def _place_for(sender: ModuleType, checkpoint: Checkpoint) -> Place:
-    """The checkpoint where the sender can read it: the Hub's client reads local files only, so a bucket's is pulled.
+    """The checkpoint at a place that the sender can read.
 
-    A delta, too: the Hub gets all weights.
+    The Hub's client reads local files only, so a checkpoint in a bucket is pulled first. So is a delta, because a
+    repository gets all weights.
     """
     place = open_place(checkpoint)
     if sender.__name__ != _HUB or (isinstance(place.store, LocalStore) and not is_delta(place)):

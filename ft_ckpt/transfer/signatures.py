@@ -1,7 +1,8 @@
 """Carries the signature of a checkpoint with a copy of it.
 
-A signature covers the bytes of the manifest. A copy on a disk gets exactly this manifest. A bucket needs a manifest of
-its own, with versions of objects: there a mark keeps the signature and the signed manifest, for copies from there.
+A signature covers the bytes of the manifest. A copy on a disk gets exactly this manifest. In a bucket the manifest
+differs, because it has the ETags of the objects: there the object `guards.SIGNED` keeps the signature and the signed
+manifest, for later copies to a disk.
 """
 
 import json
@@ -48,7 +49,7 @@ def read_signature(store: Store) -> Signed | None:
 
 
 def put_signature(store: Store, signed: Signed) -> None:
-    """Put a signature beside the copy in `store`; a warning if the copy has another manifest, or it is not written."""
+    """Write a signature beside the copy in `store`; warns if the copy has another manifest, or writing fails."""
     try:
         if read_signature(store) == signed:
             return

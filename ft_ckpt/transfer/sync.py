@@ -1,6 +1,6 @@
 """Copies the checkpoints of a run that another place lacks, newest first; uploads of staged runs.
 
-The newest checkpoint is safe first, even if the copy is interrupted. The run may write while it is copied.
+An interrupted sync thus has copied the newest ones. The run may write while it is copied.
 """
 
 import importlib
@@ -50,7 +50,7 @@ class SyncReport:
     """The outcome of `sync`, or of its dry run. Checkpoints are named as in the folder of the run."""
 
     missing: tuple[str, ...]
-    """Checkpoints that the destination lacked, or had from an older save of the same step; newest first."""
+    """Checkpoints that the destination lacked or had in part, or from an older save of the same name; newest first."""
     present: tuple[str, ...]
     """Checkpoints that the destination had."""
     copied: tuple[CopyReport, ...]
@@ -60,7 +60,7 @@ class SyncReport:
     stripped: tuple[str, ...]
     """Checkpoints whose training state was deleted at the destination, because the source has deleted it."""
     kept: Mapping[str, tuple[str, ...]]
-    """Checkpoints that were to be deleted and stay, with the reasons: a pin, a lease."""
+    """Checkpoints that were not deleted, with the reasons: a pin, a lease."""
     problems: tuple[str, ...]
     """Checkpoints that were not copied or deleted, with the reasons."""
 
@@ -91,15 +91,16 @@ def sync(
     """Copy the checkpoints of the run `source` that `destination` lacks, newest first; both are paths or URLs.
 
     Each is copied as by `copy`: compared by digest, visible when it is complete; files that another checkpoint there
-    has are not sent again. A checkpoint of the same run that was saved again under its name is replaced; one of another
-    run is never replaced and is reported as a problem. The run may go on: checkpoints are leased while they are copied.
+    has are not sent again. A checkpoint that its run has saved again under the same name is replaced. A checkpoint of
+    another run is never replaced and is reported as a problem. The run may go on: checkpoints are leased while they are
+    copied.
 
     Nothing is deleted unless `delete` is True. Then checkpoints of the same runs, and training states, that the source
     no longer has are deleted at the destination, too; weights saved beside a run's checkpoints stay, and so do pinned
     checkpoints and those in use. Nothing is deleted if there was any problem.
 
     Raises NotACheckpointError when `source` has no checkpoints, ConfigError when it is a checkpoint, UnreadableError
-    when one of both cannot be listed. Failures of single checkpoints are among the report's `problems`.
+    when either cannot be listed. Failures of single checkpoints are among the report's `problems`.
     """
     start, goal = open_place(source), open_place(destination)
     here = list_checkpoints(start)
@@ -144,7 +145,7 @@ def _plan_sync(here: Listing, there: Listing, goal: Place, *, delete: bool) -> _
     for info in reversed([info for info in here.found if info.name not in unread]):
         _plan_one(plan, info, known.get(info.name), goal, delete=delete)
     if delete:
-        # An export may lie in any folder; only checkpoints with a run id show that this is the folder of the run.
+        # An export may lie in any folder, so only other checkpoints with a run id show which runs are stored here.
         runs = {info.manifest.run_id for info in here.found if not info.manifest.export} - {None}
         extra = [info for info in there.found if info.name not in names and not info.manifest.export]
         plan.drop += [info.name for info in extra if info.manifest.run_id in runs]
@@ -172,13 +173,13 @@ def _plan_one(
 
 
 def _copy_missing(plan: _SyncPlan, goal: Place) -> list[CopyReport]:
-    """Copy the missing checkpoints and add problems to the plan. An I/O error ends it; a bad checkpoint is skipped."""
+    """Copy the missing checkpoints and add problems to the plan. Stops at an I/O error, skips a damaged checkpoint."""
     done = []
     for info in plan.copy:
         found = _copy_or_error(info, _place_in(goal, info.name))
         if isinstance(found, CopyReport):
             done.append(found)
-        elif not isinstance(found, NotACheckpointError):  # else its run has deleted it
+        elif not isinstance(found, NotACheckpointError):  # otherwise its run has deleted it
             plan.problems.append(f"{info.path}: not copied: {found}")
             if isinstance(found, OSError) and not isinstance(found, NameTakenError):
                 break
@@ -206,7 +207,7 @@ def _place_in(goal: Place, name: str) -> Place:
     return Place(goal.folder, name)
 
 
-LONGEST_EXIT_SECONDS = 600.0  # a process that has to end waits this long for uploads
+LONGEST_EXIT_SECONDS = 600.0  # a process that exits waits this long for uploads
 _GIVING_UP_SECONDS = 10.0  # for an upload to notice that it is cancelled
 
 
@@ -256,7 +257,7 @@ class RunUploads:
     def begin_upload(self, checkpoint: Place, terms: UploadTerms) -> PendingPush:
         """Queue the upload of a checkpoint of the staging folder.
 
-        The handle raises NotACheckpointError when `terms.keep` has deleted it before that.
+        The handle raises NotACheckpointError if `terms.keep` deletes the checkpoint before it is uploaded.
         """
         push = PendingPush(checkpoint.location, _place_in(self.bucket, checkpoint.basename).folder.url, Future())
         with self._change:
@@ -274,7 +275,7 @@ class RunUploads:
         self._queue.begin("ft_ckpt-uploads", self._do_round)
 
     def finish(self, seconds: float | None = None) -> str:
-        """Wait for all uploads, at most `seconds`; failed ones are tried once more. Returns a description of the rest.
+        """Wait for all uploads, at most `seconds`, and retry failed ones once. Returns a description of the rest.
 
         After `seconds` the current upload is cancelled. The description is "" if nothing is left.
         """
@@ -393,7 +394,7 @@ class RunUploads:
         return False
 
     def _upload_missing(self, info: CheckpointInfo, goal: Place, terms: UploadTerms) -> PushReport | None:
-        """Upload it; None if the bucket has a later save, or this one with or without its training state."""
+        """Upload a checkpoint; None if the bucket has a later save, or this one with or without its training state."""
         found = _manifest_in(goal)
         if found is not None and _is_superseded(found, info.manifest, terms):
             return None

@@ -1,4 +1,4 @@
-"""What saving and loading cost, beside the machine's limits and every installed peer: `python -m scripts.bench`.
+"""Cost of saving and loading, beside the machine's limits and every installed peer: `python -m scripts.bench`.
 
-Modules named after a measure hold it; `savers`, `loaders` and `background` say how each library is called.
+A module named after a measure implements it; `savers`, `loaders` and `background` define how each library is called.
 """

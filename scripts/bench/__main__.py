@@ -3,12 +3,12 @@
     python -m scripts.bench --sizes 10MB 100MB 1GB 2.5GB --rounds 5 --json figures.json --chart figures
     python -m scripts.bench --only save stall --sizes 1GB
     python -m scripts.bench --docs             # everything, for this repository's figures, pages and chart
-    python -m scripts.bench --docs --only      # pages and chart again, of what was measured before
+    python -m scripts.bench --docs --only      # pages and chart again, from the stored figures
 
-Run it in the repository. Every measure has as many counted rounds as asked for, after one that is not, in which all
-take turns; figures are their medians. Quote the ratios: times are the machine's, and a virtual disk's rate changes from
+Run it in the repository. Every measure has as many counted rounds as asked for, after an uncounted one; all take turns
+in a round, and figures are medians. Quote the ratios: times are the machine's, and a virtual disk's rate changes from
 minute to minute. `pip install ft_ckpt[bench]` brings the peers; those that are not installed are left out. "upload" and
-"download" need a bucket: FT_CKPT_BENCH_STORE=s3://bucket/bench, and the variables that lead there.
+"download" need a bucket: FT_CKPT_BENCH_STORE=s3://bucket/bench, and the environment variables of its client.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # before anybody reads them
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # before the libraries read them
 
 import transformers
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _begin(args: argparse.Namespace) -> Figures:
-    """The figures that are stored already, which must be of this machine unless all are measured anew."""
+    """The stored figures, which must be of this machine unless everything is measured again."""
     known: Figures = json.loads(args.json.read_text()) if args.json and args.json.exists() else {"rows": []}
     if not args.only and "machine" in known:
         return known
@@ -68,7 +68,7 @@ def _begin(args: argparse.Namespace) -> Figures:
 
 
 def _place(found: Figures) -> dict[str, Any]:
-    """The machine whose figures may stand beside one another."""
+    """The properties that machines must share for their figures to be compared."""
     machine = found.get("machine", {})
     return {name: machine.get(name) for name in ("processor", "cores", "gpu", "file_system")}
 
@@ -101,12 +101,12 @@ def _arguments() -> argparse.Namespace:
 
 
 def _listed() -> str:
-    # argparse takes a percent sign for a place to fill in
+    # argparse formats help texts with %
     return "; ".join(f"{name}: {measure.title}" for name, measure in MEASURES.items()).replace("%", "%%")
 
 
 def _silence() -> None:
-    """Peers say much on their way."""
+    """Silence the warnings, progress bars and logs of peers."""
     warnings.filterwarnings("ignore")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -129,7 +129,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _add(found: Figures, measure: str, size: str, rows: list[dict[str, Any]]) -> None:
-    """The new rows in place of those of the same measure and size."""
+    """Replace the rows of the same measure and size by the new ones."""
     date = datetime.now(timezone.utc).isoformat(timespec="minutes")
     old = [row for row in found["rows"] if (row["measure"], row["size"]) != (measure, size)]
     new = [{"measure": measure, "size": size, "date": date, **row, **ratios_of(measure, row, rows)} for row in rows]

@@ -24,12 +24,12 @@ class Training:
     optimizer: torch.optim.Optimizer
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """The state that a checkpoint contains."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
 class Background:
-    """One library: a save at a time. `waited_seconds` is what steps of the optimizer have waited for it."""
+    """One library, with one save at a time. `waited_seconds`: time that optimizer steps have waited for it."""
 
     module = ""
     needs_gpu = False
@@ -46,7 +46,7 @@ class Background:
         raise NotImplementedError
 
     def is_done(self) -> bool:
-        """Whether nothing of the last save is left to do."""
+        """True if the last save is complete."""
         raise NotImplementedError
 
     def is_durable(self, folder: Path) -> bool:
@@ -65,11 +65,11 @@ class Background:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around each step of the optimizer."""
+        """Context of each optimizer step."""
         yield
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release its resources."""
 
 
 class Ours(Background):
@@ -228,7 +228,7 @@ BACKGROUNDS: dict[str, type[Background]] = {
 
 
 def installed_backgrounds() -> dict[str, type[Background]]:
-    """Those whose library, and GPU if they need one, is here, by name."""
+    """Those whose library is installed and whose GPU, if they need one, is present; by name."""
     return {
         name: kind
         for name, kind in BACKGROUNDS.items()

@@ -1,6 +1,6 @@
 """The figures as a chart: a few measures at their largest size, ours beside the machine's limit and the peers.
 
-Two SVG files, for pages with a light and with a dark background, which they leave as it is.
+Two transparent SVG files, for pages with a light and with a dark background.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ THEMES = {  # text, muted text, ours, peers, the outline of limits: told apart b
 FONT = "-apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
 _WIDTH, _PANEL, _LABELS, _BAR = 880, 432, 176, 190  # pixels: the chart, a panel, its labels, its longest bar
 _ROW, _THICK, _HEAD, _GAP, _FOOT = 23, 13, 46, 26, 30
-_BEST = 2  # so many of the best peers are in each panel, beside those that most people know
+_BEST = 2  # number of best peers in each panel, beside the well-known ones
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One measure: what is drawn of it, the limit among its rows, and peers that are drawn though others are better."""
+    """One measure: its figure to draw, the limit among its rows, and peers that are drawn though others are better."""
 
     measure: str
     figure: str
@@ -71,7 +71,7 @@ PANELS = (
         known=("get_state_dict + save_pretrained", "torch DCP + consolidation"),
     ),
 )
-_SHORT = {  # where a panel has less room than a page
+_SHORT = {  # shorter than on a page
     "limit: O_DIRECT write": "the disk itself",
     "limit: O_DIRECT read": "the disk itself",
     "limit: memory copy": "a copy in memory",
@@ -119,7 +119,7 @@ def caption(found: Figures) -> str:
 
 
 def _rows(found: Figures, panel: Panel) -> list[Row]:
-    """What a panel shows: the limit, ours, and the peers from the best on; at the largest size that was measured."""
+    """The rows of a panel: the limit, ours, and the peers from best to worst; at the largest size measured."""
     rows = [row for row in found["rows"] if row["measure"] == panel.measure and "error" not in row]
     largest = max((row["size"] for row in rows), key=parse_size, default="")
     rows = [row for row in rows if row["size"] == largest and (panel.figure in row or row["way"] == panel.limit)]
@@ -132,7 +132,7 @@ def _rows(found: Figures, panel: Panel) -> list[Row]:
 
 
 def _value(row: Row, panel: Panel) -> float:
-    """The figure of the panel; a copy in memory has its seconds alone."""
+    """The panel's figure; a copy in memory has only its seconds."""
     return max(0.0, float(row.get(panel.figure, row.get("seconds", 0))))
 
 

@@ -1,4 +1,4 @@
-"""What the measures share: rounds in which all take turns, files and memory of a way, processes of their own."""
+"""Shared by the measures: rounds in which all ways take turns, files and memory of a way, child processes."""
 
 import ctypes
 import json
@@ -23,38 +23,38 @@ from torch.distributed.checkpoint.api import CheckpointException
 ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]  # one way of a measure: "way", and its figures by name; units end the names
 T = TypeVar("T")
-PEER_ERRORS = (Exception, CheckpointException)  # whatever a library raises; torch's own is none of the first
-Way = Callable[[], Row]  # does it once, and says what it took
+PEER_ERRORS = (Exception, CheckpointException)  # errors of libraries; CheckpointException is not an Exception
+Way = Callable[[], Row]  # runs once and returns its figures
 ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = ACCELERATOR or torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How to measure: counted rounds, after one that is not, and an empty folder to write in; `ways`: () for all."""
+    """Counted rounds, after an uncounted one, and an empty folder to write in; `ways`: those to measure, () for all."""
 
     rounds: int
     folder: Path
     ways: tuple[str, ...] = ()
 
     def inside(self, folder: Path) -> "Setting":
-        """The same in another folder."""
+        """This setting with another folder."""
         return replace(self, folder=folder)
 
     def chosen(self, ways: Mapping[str, T]) -> dict[str, T]:
-        """Those of `ways` that are asked for, and the limits."""
+        """The selected ones of `ways`, and the limits."""
         return {name: way for name, way in ways.items() if name in (self.ways or ways) or name.startswith("limit")}
 
 
 def is_installed(module: str) -> bool:
-    """Whether `module` could be imported; "" always can."""
+    """True if `module` can be imported; "" always can."""
     return not module or find_spec(module.partition(".")[0]) is not None
 
 
 def in_turns(
     ways: Mapping[str, Way], setting: Setting, before: Callable[[str], Any] = lambda way: os.sync()
 ) -> list[Row]:
-    """The medians of each way, which take turns in every round; `before` gets things ready for the one named.
+    """The medians of each way; all take turns in every round, and `before` prepares for the named one.
 
     A peer that fails is left out of the following rounds, and its row says why.
     """
@@ -77,7 +77,7 @@ def in_turns(
 
 
 def describe(error: BaseException) -> str:
-    """What a peer that failed said, in one line."""
+    """The error of a peer, in one line of at most 200 characters."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
@@ -104,7 +104,7 @@ def timed(action: Callable[[], Any]) -> Row:
 
 @contextmanager
 def scratch(place: Path | None) -> Iterator[Path]:
-    """A folder that is gone afterwards."""
+    """A temporary folder, deleted afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place))
     try:
         yield folder
@@ -118,7 +118,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def sync_tree(folder: Path) -> None:
-    """What it takes for all below `folder` to survive a power cut."""
+    """Sync everything below `folder`, so that it survives a power cut."""
     for path in [*folder.rglob("*"), folder]:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
@@ -161,9 +161,9 @@ def size_of(state: Mapping[str, Tensor]) -> int:
 
 
 def peak_bytes(action: Callable[[], Any]) -> int:
-    """By how much this process grows at most while `action` runs: its resident memory.
+    """Peak growth of this process's resident memory while `action` runs.
 
-    Linux keeps the highest figure, which is set back first.
+    Linux keeps the peak, which is reset first.
     """
     ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not serve `action`
     Path("/proc/self/clear_refs").write_text("5")
@@ -178,7 +178,7 @@ def _status(name: str) -> int:
 
 
 def in_child(module: str, setting: Setting, *arguments: object, ranks: int = 0) -> list[Row]:
-    """The rows that `module` of this package measures in a process of its own, or on several ranks."""
+    """The rows that `module` of this package measures in a child process, or on several ranks."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
     given = json.dumps([setting.rounds, str(setting.folder), setting.ways, *arguments])
     command = [sys.executable, *launcher, "-m", f"scripts.bench.{module}", given]
@@ -195,7 +195,7 @@ def in_child(module: str, setting: Setting, *arguments: object, ranks: int = 0) 
 
 
 def as_child(module: str, measure: Callable[..., list[Row]]) -> None:
-    """The other end of `in_child`: `measure` with what it was given; rank 0 hands in the rows."""
+    """The child's side of `in_child`: call `measure` with the arguments; rank 0 writes the rows."""
     rounds, folder, ways, *arguments = json.loads(sys.argv[1])
     rows = measure(Setting(rounds, Path(folder), tuple(ways)), *arguments)
     if os.environ.get("RANK", "0") == "0":

@@ -1,4 +1,4 @@
-"""From one format to another, the source not in the page cache, the result durable."""
+"""Conversion from one format to another, of a source that is not in the page cache to a durable result."""
 
 import shutil
 from collections.abc import Callable

@@ -17,9 +17,9 @@ SHARE = 0.01
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for ours, in the foreground and in the background, and for what writes everything again.
+    """A row for ours, in the foreground and in the background, and for `save_pretrained`, which writes everything.
 
-    Seconds until the call returned, their share of what the first save took, which writes all, and new bytes on disk.
+    Seconds until the call returned, their ratio to the first save, which writes everything, and new bytes on disk.
     """
     subject = make_subject(size_bytes)
     trainable = freeze(subject)
@@ -37,7 +37,7 @@ def measure(setting: Setting, size_bytes: int) -> list[Row]:
 
 
 def freeze(subject: Subject) -> int:
-    """Freeze all but the smallest tensors that make up a hundredth; the bytes of these."""
+    """Freeze all but the smallest tensors, up to a hundredth of the bytes; return the bytes of these."""
     left = SHARE * subject.size_bytes
     trainable = 0
     for parameter in sorted(subject.model.parameters(), key=lambda p: p.nbytes):

@@ -1,4 +1,4 @@
-"""How ways and figures are written on the pages and in the chart."""
+"""Labels of ways and figures on the pages and in the chart."""
 
 import math
 
@@ -62,7 +62,7 @@ def label(measure: str, way: str) -> str:
 
 
 def figure_text(figure: str, value: float) -> str:
-    """A figure with its unit, which ends its name."""
+    """A figure with its unit, which is the suffix of its name."""
     if figure.endswith("bytes"):
         power = min(3, (len(str(int(value))) - 1) // 3)
         return f"{value / 1000**power:.{int(power == 3)}f} {('B', 'KB', 'MB', 'GB')[power]}"

@@ -1,4 +1,4 @@
-"""What the machine can do at best: copy the tensors in memory, and move as many bytes past the page cache."""
+"""The limits of the machine: copying the tensors in memory, and moving as many bytes past the page cache."""
 
 import mmap
 import os
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 BLOCK_BYTES = 4 << 20
-THREADS = 4  # with these two a disk is at its best, or near it
+THREADS = 4  # these two give a disk's best rate, or nearly
 WRITE, READ, COPY = "limit: O_DIRECT write", "limit: O_DIRECT read", "limit: memory copy"
 READ_AND_KEEP = "limit: O_DIRECT read, kept"
 
@@ -35,7 +35,7 @@ def read(path: Path) -> None:
 
 
 def read_and_keep(path: Path) -> mmap.mmap:
-    """Read a file into memory that is new, as what is loaded must be: the system makes it ready meanwhile."""
+    """Read a file into new memory, as a load must; the system maps its pages meanwhile."""
     size_bytes = path.stat().st_size
     kept = _new_block(size_bytes + -size_bytes % BLOCK_BYTES)
     file = os.open(path, os.O_DIRECT | os.O_RDONLY)
@@ -51,7 +51,7 @@ def read_and_keep(path: Path) -> mmap.mmap:
 
 
 def make_copy(state: Mapping[str, Tensor]) -> Callable[[], None]:
-    """A copy of all tensors into host memory that is there already, pinned for those of a GPU."""
+    """A function that copies all tensors into existing host memory, pinned for those of a GPU."""
     pinned = any(not tensor.is_cpu for tensor in state.values())
     room = {name: torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned).fill_(0) for name, t in state.items()}
 
@@ -76,7 +76,7 @@ def _each_block(size_bytes: int, move: Callable[[mmap.mmap, int], int]) -> None:
 
 @lru_cache
 def _blocks() -> "SimpleQueue[mmap.mmap]":
-    """One block for each thread, of large pages that are there: small ones take a transfer twice as long."""
+    """One block per thread, of large pages that are mapped already: small ones take a transfer twice as long."""
     blocks: SimpleQueue[mmap.mmap] = SimpleQueue()
     for _ in range(THREADS):
         block = _new_block(BLOCK_BYTES)

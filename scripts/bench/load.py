@@ -61,7 +61,7 @@ def _whole(
 
 
 def _written(place: Path, subject: Subject, savers: dict[str, str]) -> dict[str, Path]:
-    """The folder that each way reads, made by the saver it names."""
+    """The folder that each way reads, written by its saver."""
     for saver in sorted(set(savers.values())):
         (RUN if saver == RUN.name else SAVERS[saver])(subject, place / saver)
         sync_tree(place / saver)  # what is not on the disk stays in the page cache

@@ -1,4 +1,4 @@
-"""How each library loads what it, or the one it reads the files of, has saved; and one tensor of it."""
+"""How each library loads its own files, or those of the library that it reads; and one tensor of them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -25,7 +25,7 @@ Tensors = Mapping[str, Tensor] | torch.nn.Module
 
 @dataclass(frozen=True)
 class Loader:
-    """One way to load. `load` is given the folder in which the saver `saved_by` has left the files."""
+    """One way to load. `load` gets the folder with the files of the saver `saved_by`."""
 
     name: str
     saved_by: str
@@ -92,7 +92,7 @@ def _h5py(path: Path) -> Tensors:
 
 
 def _resume(folder: Path, subject: Subject, verify: bool = False) -> Tensors:
-    with ft_ckpt.CheckpointSaver(verify_resume=verify) as saver:  # others look at no digest
+    with ft_ckpt.CheckpointSaver(verify_resume=verify) as saver:  # other libraries compare no digests
         saver.resume(folder, model=subject.model)
     return subject.model
 
@@ -103,7 +103,7 @@ def _pretrained(folder: Path, subject: Subject) -> Tensors:
 
 
 def _later_safetensors() -> Iterator[Loader]:
-    """What safetensors has from 0.8 and from 0.9 on, the latter onto CUDA devices alone."""
+    """Ways that safetensors has from 0.8 and from 0.9 on, the latter onto CUDA devices alone."""
     if "backend" in signature(load_file).parameters:
         read = partial(load_file, device=str(DEVICE), backend="pread")
         yield Loader("safetensors, pread", "safetensors", _file("safetensors", read))
@@ -136,7 +136,7 @@ LOADERS = {
 
 @dataclass(frozen=True)
 class First:
-    """One way to open `file`, which the saver `saved_by` has left, and give the tensor of a name."""
+    """One way to open `file`, written by the saver `saved_by`, and return the tensor of a name."""
 
     saved_by: str
     file: str

@@ -1,4 +1,4 @@
-"""What was measured where, and with which versions."""
+"""The machine, and the versions of the libraries that are measured on it."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""A file of very many tiny tensors: saving it, reading one of them, reading all. Names cost here, not bytes."""
+"""A file of very many tiny tensors: saving it, reading one of them, reading all. The cost is per tensor, not byte."""
 
 import os
 from collections.abc import Callable
@@ -21,7 +21,7 @@ State = dict[str, Tensor]
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each way; "seconds" are the save's, the others are from the page cache."""
+    """A row for each way; "seconds" are those of the save, the reads are from the page cache."""
     state = {f"layer.{index}.weight": torch.full((64,), float(index)) for index in range(size_bytes // 256)}
     ways = {
         name: partial(_one, setting.folder / f"many{suffix}", state, *given) for name, (suffix, *given) in WAYS.items()

@@ -10,17 +10,17 @@ from scripts.bench.common import ACCELERATOR, Row, Setting
 
 @dataclass(frozen=True)
 class Measure:
-    """What is measured, at which sizes, and what its rows are compared by: the least `figure` is the best."""
+    """A measure, its sizes, and the figure by which its rows are compared: the least is the best."""
 
     title: str
     run: Callable[[Setting, int], list[Row]]
     limit: str | None = None  # the row that is the machine's limit
     figure: str = "seconds"  # empty: they are not compared
-    gpu_size: str | None = None  # besides, where there is a GPU and the sizes given are not small
+    gpu_size: str | None = None  # an additional size, with a GPU and a given size of at least 1 GB
     at: str | None = None  # the one size it is taken at, or the largest one given if that is less; None: all given
 
     def sizes(self, given: Sequence[str]) -> list[str]:
-        """Those it is taken at."""
+        """The sizes it is taken at."""
         largest = max(given, key=parse_size)
         if self.at is not None:
             return [min([self.at, largest], key=parse_size)]

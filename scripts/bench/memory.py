@@ -1,6 +1,6 @@
-"""How much a process grows at most while it saves, above the model that is there already.
+"""Peak memory of a process during a save, above the model that it has already.
 
-Each way of ours has a process of its own, for it may keep memory for its next save; the peers share one.
+Each way of ours has a process of its own, because it may keep memory for its next save; the peers share one.
 """
 
 from scripts.bench.common import Row, Setting, as_child, bytes_of, describe, in_child, peak_bytes, scratch
@@ -8,11 +8,11 @@ from scripts.bench.models import Subject, make_subject
 from scripts.bench.savers import SAVERS, Saver, installed_savers
 
 TITLE = "memory at its peak during a save, above the state dict"
-WARM_BYTES = 5_000_000  # of a save before: what libraries load and start is no part of a save
+WARM_BYTES = 5_000_000  # of a warm-up save: what libraries load and start is not part of a save
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each way to save; one save each, since memory does not vary as time does."""
+    """A row for each way to save; one save each, because memory does not vary as time does."""
     names = list(installed_savers())
     ours = [[name] for name in names if name.startswith("ours")]
     peers = [name for name in names if not name.startswith("ours")]
@@ -20,7 +20,7 @@ def measure(setting: Setting, size_bytes: int) -> list[Row]:
 
 
 def grown(setting: Setting, size_bytes: int, names: list[str]) -> list[Row]:
-    """In the child: one way after the other."""
+    """In the child: measure one way after the other."""
     subject, small = make_subject(size_bytes), make_subject(WARM_BYTES)
     return [_one(setting, SAVERS[name], subject, small) | {"tensor_bytes": subject.size_bytes} for name in names]
 

@@ -10,12 +10,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from scripts.bench.common import DEVICE, size_of
 
-_SIZES = ((2_000_000, 128, 512), (25_000_000, 256, 4096), (900_000_000, 1024, 4096))  # up to: width, vocabulary
+_SIZES = ((2_000_000, 128, 512), (25_000_000, 256, 4096), (900_000_000, 1024, 4096))  # below: width, vocabulary
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What is saved and loaded: a model, and its state dict with each tied tensor once."""
+    """The object that is saved and loaded: a model, and its state dict with each tied tensor once."""
 
     model: nn.Module
 
@@ -36,7 +36,7 @@ def make_subject(size_bytes: int) -> Subject:
 
 
 def config_of(parameters: int) -> LlamaConfig:
-    """A Llama with about so many parameters; from 900 M on with the shapes of Llama-3.2-1B."""
+    """A Llama config for about that many parameters; from 900 M on with the shapes of Llama-3.2-1B."""
     width, vocabulary = next((found[1:] for found in _SIZES if parameters < found[0]), (2048, 128256))
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     layer, wide = 16 * width * width, 4 * width
@@ -48,13 +48,13 @@ def config_of(parameters: int) -> LlamaConfig:
 
 
 def make_model(parameters: int, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
-    """A Llama of about so many parameters, normally distributed."""
+    """A Llama with about that many parameters, normally distributed."""
     with torch.device("meta"):
         model = LlamaForCausalLM(config_of(parameters)).to(dtype)
     model = model.to_empty(device=DEVICE)
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(
         DEVICE
-    )  # in no state dict, so to_empty left nothing
+    )  # not in the state dict: to_empty left it uninitialised
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     model.tie_weights()

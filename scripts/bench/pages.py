@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/figures.md that are made of the stored figures.
+"""The tables of README.md and docs/figures.md that are generated from the stored figures.
 
 Each follows a comment that names it, up to the next empty line: `<!-- figures: save -->`.
 """
@@ -25,7 +25,7 @@ _NOT_MEASURED = "Not measured.\n"
 
 
 def write_pages(found: Figures, checkout: Path) -> None:
-    """Make the tables of all pages anew. Raises KeyError when a page names another table."""
+    """Write the tables of all pages. Raises KeyError when a page names an unknown table."""
     for page in PAGES:
         path = checkout / page
         text = _PLACE.sub(lambda place: place[1] + TABLES[place[2]](found), path.read_text(encoding="utf-8"))
@@ -39,7 +39,7 @@ def write_pages(found: Figures, checkout: Path) -> None:
 class Compared:
     """A line of the README: figures of ours, the limit, and the best peers by the first of the figures."""
 
-    words: str  # with places for figures of our row
+    words: str  # a template with figures of our row
     measure: str
     size: str
     figures: tuple[str, ...] = ("seconds",)
@@ -94,13 +94,13 @@ def _figures(row: Row, line: Compared) -> str:
 
 
 def _best(ways: dict[str, Row], figure: str) -> list[str]:
-    """The peers from the best on."""
+    """The peers from best to worst."""
     peers = [way for way in ways if not is_ours(way) and not way.startswith("limit") and figure in ways[way]]
     return sorted(peers, key=lambda way: ways[way][figure])
 
 
 def _measured(found: Figures) -> str:
-    """What was measured where, as a paragraph."""
+    """The versions, the date and the machine of the figures, as a paragraph."""
     machine = found["machine"]
     where = f"{machine['cores']} cores ({machine['processor']}), {machine['memory_bytes'] / 1e9:.0f} GB"
     where += f", {machine['gpu']}" if machine["gpu"] else ""
@@ -166,7 +166,7 @@ _WRITERS = (Column("writers", "1GB", head="{size} of weights: seconds"),)
 
 
 def _table_of(found: Figures, columns: Sequence[Column], without: Sequence[str] = ()) -> str:
-    """A line for each way that has one of these figures: limits, then ours and the peers from the best on."""
+    """A line for each way that has one of these figures: limits, then ours and the peers from best to worst."""
     values = [
         {row["way"]: row[column.figure] for row in rows if column.figure in row}
         for column in columns
@@ -195,7 +195,7 @@ def _cell(column: Column, value: float | None) -> str:
 
 
 def _other_date(found: Figures, columns: Sequence[Column]) -> str:
-    """The date of the figures where it is not that of most: of the machine's facts."""
+    """Dates of these figures that differ from that of the machine's facts."""
     dates = {row["date"][:10] for column in columns for row in _rows(found, column.measure, column.size)}
     return ", ".join(sorted(dates - {found["machine"]["date"][:10]}))
 

@@ -1,6 +1,6 @@
-"""Memory at its peak, of the host and of the device: two saves in the background of a run, and a model loaded.
+"""Peak memory of the host and of the device: in two background saves of a run, and in a load of a model.
 
-The first save makes the memory that the second one uses again. Each way of saving has a process of its own.
+The first save allocates memory that the second one reuses. Each way of saving has a process of its own.
 """
 
 import gc
@@ -74,7 +74,7 @@ def _load_once(setting: Setting, subject: Subject, loader: Loader) -> Row:
     folder = setting.folder / loader.saved_by
     if not folder.exists():
         SAVERS[loader.saved_by](subject, folder)
-    loader.load(folder, subject)  # what libraries start and keep is no part of a load
+    loader.load(folder, subject)  # what libraries start and keep is not part of a load
     with _watching() as row:
         loaded = loader.load(folder, subject)
         if ACCELERATOR is not None:
@@ -85,13 +85,13 @@ def _load_once(setting: Setting, subject: Subject, loader: Loader) -> Row:
 
 @contextmanager
 def _watching() -> Iterator[Row]:
-    """A row that has, after the block, by how much memory in use grew at most while it ran.
+    """A row that gets, after the block, the peak growth of memory in use.
 
-    The host's is what the system has left: pinned memory is not in every process's own account.
+    For the host that is the decrease of available memory: pinned memory is not always counted for its process.
     """
     gc.collect()
     before, row = _available_bytes(), dict[str, Any]()
-    with suppress(RuntimeError):  # where the backend keeps no account
+    with suppress(RuntimeError):  # the backend has no memory statistics
         torch.accelerator.reset_peak_memory_stats()
         row["device_bytes"] = -torch.accelerator.memory_allocated()
     least, done = before, threading.Event()

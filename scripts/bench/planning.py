@@ -1,8 +1,7 @@
-"""What a save has to work out before a byte moves, for models that FSDP2 cuts over very many ranks.
+"""The planning of a save, before a byte moves, for models that FSDP2 shards over very many ranks.
 
-One process stands for one of them, with a process group that only says how many there are; every rank works all of it
-out by itself, so the time of one is the time of all. What goes through the store between them is counted by
-`tests/distributed/test_crowd.py`.
+One process acts as one of the ranks, in a fake process group. Every rank makes the whole plan by itself, so the time of
+one is the time of all. Messages between ranks through the store are counted by `tests/distributed/test_crowd.py`.
 """
 
 import gc
@@ -29,7 +28,7 @@ from scripts.bench.models import config_of
 
 RANKS = 1024
 TITLE = f"planning a full save of a model cut over {RANKS:,} ranks, and of one of very many tensors"
-_MANY, _BYTES_OF_ONE = 100_000, 25_000  # small tensors, of so many bytes of the size that is asked for
+_MANY, _BYTES_OF_ONE = 100_000, 25_000  # small tensors: at most so many, and one for so many bytes of the given size
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
@@ -61,7 +60,7 @@ def _cut_llama(parameters: int) -> nn.Module:
 
 
 def _cut_layers(count: int, rank: int) -> nn.Module:
-    """So many weights of a few shapes, as FSDP2 cuts them: it would take minutes to do so."""
+    """`count` weights of a few shapes, sharded as FSDP2 does, which itself would take minutes."""
     mesh, shapes = init_device_mesh("cpu", (RANKS,)), [(64, 64), (64, 16), (128, 64), (64, 128), (2048, 2)]
     model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(count))
     for number, layer in enumerate(model):
@@ -87,12 +86,12 @@ def _plan(model: nn.Module, ranks: Ranks) -> Row:
 
 
 def _count_pieces(shares: list[files.Share], rank: int) -> int:
-    """How many runs of bytes are the rank's to write."""
+    """The number of byte ranges that the rank writes."""
     return sum(chunk_of_rank(cut, rank) is not None for share in shares for cut in share.actual_cuts)
 
 
 def _peak_bytes(model: nn.Module, ranks: Ranks) -> int:
-    """Memory that one plan takes at its peak, its result included."""
+    """Peak memory of one plan, its result included."""
     tracemalloc.start()
     _plan(model, ranks)
     return tracemalloc.get_traced_memory()[1]

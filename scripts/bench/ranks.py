@@ -1,4 +1,4 @@
-"""A full save under FSDP2 on two ranks, and an adapter-only save: time of all, and memory of rank 0 at its peak."""
+"""A full save under FSDP2 on two ranks, and an adapter-only save: time of all ranks, and peak memory of rank 0."""
 
 import os
 import shutil
@@ -48,14 +48,14 @@ def measure_adapter(setting: Setting, size_bytes: int) -> list[Row]:
 
 
 def saved(setting: Setting, size_bytes: int, adapter_only: bool) -> list[Row]:
-    """On each rank."""
+    """In each rank: measure all ways."""
     model = make_model(size_bytes // 4, torch.float32)
     tensor_bytes = sum(p.nbytes for p in model.parameters())
     if adapter_only:
         model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
         tensor_bytes = sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name)
     accelerator = make_accelerator()
-    prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))  # it takes no model alone
+    prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))  # not a model alone
     ways = (_adapter_ways if adapter_only else _full_ways)(accelerator, prepared)
     rows = _in_turns(ways, setting)
     accelerator.end_training()
@@ -63,7 +63,7 @@ def saved(setting: Setting, size_bytes: int, adapter_only: bool) -> list[Row]:
 
 
 def make_accelerator() -> Accelerator:
-    """An Accelerator that cuts models with FSDP2, on the CPU as well."""
+    """An Accelerator that shards models with FSDP2, on the CPU as well."""
     PartialState(cpu=ACCELERATOR is None)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # it drops the plugin otherwise
     plugin = FullyShardedDataParallelPlugin(
@@ -94,7 +94,7 @@ def _adapter_ways(accelerator: Accelerator, model: nn.Module) -> dict[str, Save]
 
 
 def _gathered(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
-    """What Accelerate's guide says: all tensors together on rank 0, which writes them, or the adapter among them."""
+    """As in Accelerate's guide: gather all tensors on rank 0, which writes them, or the adapter among them."""
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(path, state_dict=state)
@@ -102,7 +102,7 @@ def _gathered(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
 
 
 def _consolidated(model: nn.Module, path: Path) -> None:
-    """Each rank's shards as safetensors, and then one file of them."""
+    """Write each rank's shards as safetensors, and then one file of them."""
     state = {name: tensor for name, tensor in get_model_state_dict(model).items() if name != "lm_head.weight"}
     writer = dcp.HuggingFaceStorageWriter(str(path), save_distributed=True, enable_consolidation=True)
     dcp.save(state, storage_writer=writer)
@@ -120,7 +120,7 @@ def _in_turns(ways: Mapping[str, Save], setting: Setting) -> list[Row]:
 
 
 def _one(target: Path, save: Save) -> Row:
-    """A save that all ranks begin and end together; nothing of it stays."""
+    """A save that all ranks begin and end together, and that is deleted."""
     if dist.get_rank() == 0:
         os.sync()
     dist.barrier()

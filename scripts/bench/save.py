@@ -1,4 +1,4 @@
-"""A full save until every byte is on the disk, after which those that do not wait for it are synced by us."""
+"""A full save until every byte is on the disk; files that a saver does not sync are synced within the measured time."""
 
 import shutil
 from functools import partial

@@ -17,13 +17,13 @@ from scripts.bench.models import Subject
 
 @dataclass(frozen=True)
 class Saver:
-    """One way to save. `save` is given a folder; `module` must be installed; `syncs`: it waits for the disk itself."""
+    """One way to save. `save` gets a folder; `module` must be installed; `syncs`: it waits for the disk itself."""
 
     name: str
     save: Callable[[Subject, Path], Any]
     module: str = ""
     syncs: bool = False
-    makes_folder: bool = False  # and refuses one that is there
+    makes_folder: bool = False  # and refuses an existing one
 
     def __call__(self, subject: Subject, folder: Path) -> None:
         """Save to `folder`, which is not there yet."""
@@ -41,7 +41,7 @@ def _run(subject: Subject, folder: Path) -> None:
         saver.save_state(subject.model, folder)
 
 
-@lru_cache  # what a saver learns of the disk it keeps for the run
+@lru_cache  # a saver keeps what it finds out about the disk
 def _saver(format_name: str) -> CheckpointSaver:
     return CheckpointSaver(format=format_name)
 
@@ -78,7 +78,7 @@ def _torch_checkpointing(subject: Subject, folder: Path) -> None:
 
 def _h5py(subject: Subject, folder: Path) -> None:
     with h5py.File(folder / "model.h5", "w") as file:
-        for name, tensor in subject.state.items():  # bf16 as its bits, for numpy has no such type
+        for name, tensor in subject.state.items():  # bf16 as its bits, because numpy has no such type
             file.create_dataset(name, data=tensor.cpu().view(torch.int16).numpy())
 
 
@@ -140,9 +140,9 @@ SAVERS = {
 }
 
 
-RUN = Saver("ours, a run", _run, syncs=True, makes_folder=True)  # not beside the others: no other saves one
+RUN = Saver("ours, a run", _run, syncs=True, makes_folder=True)  # not in SAVERS: no other library saves a run
 
 
 def installed_savers() -> dict[str, Saver]:
-    """Those whose library is here, by name."""
+    """Those whose library is installed, by name."""
     return {name: saver for name, saver in SAVERS.items() if is_installed(saver.module)}

@@ -1,4 +1,4 @@
-"""The figures as tables, with what each is of the machine's limit and of the best peer."""
+"""The figures as tables, with their ratios to the machine's limit and to the best peer."""
 
 import sys
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from scripts.bench.common import Row
 from scripts.bench.measures import MEASURES
 
 _HIDDEN = {"measure", "size", "date", "way", "error", "rounds", "tensor_bytes", "syncs", "steps", "rest_seconds"}
-_WIDTH = 150  # where the output is no terminal
+_WIDTH = 150  # if the output is not a terminal
 
 
 def show(name: str, size: str, found: dict[str, Any]) -> None:
@@ -39,9 +39,7 @@ def show(name: str, size: str, found: dict[str, Any]) -> None:
 
 
 def ratios_of(name: str, row: Row, rows: Sequence[Row]) -> Row:
-    """ "of_limit": what the limit is of the row's figure, 1 for as fast; "times_best_peer": how many times as fast, or
-    as small, as the best peer it is.
-    """
+    """Ratios of a row: "of_limit", limit / figure (1: as fast); "times_best_peer", best peer / figure."""
     measure = MEASURES[name]
     values = {one["way"]: one[measure.figure] for one in rows if one.get(measure.figure, 0) > 0}
     own, limit, best = values.get(row["way"]), measure.limit, best_peer(name, rows)
@@ -54,7 +52,7 @@ def ratios_of(name: str, row: Row, rows: Sequence[Row]) -> Row:
 
 
 def best_peer(name: str, rows: Sequence[Row]) -> str | None:
-    """The way with the least figure that is neither ours nor a limit; None where none is to be compared with."""
+    """The way with the least figure that is neither ours nor a limit; None if there is none."""
     figure = MEASURES[name].figure
     peers = {row["way"]: row[figure] for row in rows if row.get(figure, 0) > 0 and not is_ours(row["way"])}
     peers = {way: value for way, value in peers.items() if not way.startswith("limit")}
@@ -62,7 +60,7 @@ def best_peer(name: str, rows: Sequence[Row]) -> str | None:
 
 
 def is_ours(way: str) -> bool:
-    """Whether it is this library's."""
+    """True for a way of this library."""
     return way.startswith("ours")
 
 

@@ -1,10 +1,10 @@
-"""What a save in the background costs a training loop: until it returns, in steps that wait, and in slower steps.
+"""Cost of a background save for a training loop: the time of the call, steps that wait, and slower steps.
 
 A Llama trained with AdamW, whose weights and moments are the state that is saved. A save begins after the first step,
 and steps go on until it has ended. Steps without a save, right before and after, say what it cost; a copy of the
-state in memory is the least that a snapshot can take, if it is not hidden. The first save of each library is told
-apart, since it makes memory that later ones use again; beside it, a copy into memory that is new. Steps go on until
-the save is on the disk: what a library leaves to the system to write takes its time from them as well.
+state in memory is the least that a snapshot can take, if it is not hidden. The first save of each library is its own
+figure, because it allocates memory that later ones reuse; beside it, a copy into new memory. Steps go on until the
+save is on the disk: writes that a library leaves to the system slow them down as well.
 """
 
 import os
@@ -23,7 +23,7 @@ from scripts.bench.common import ACCELERATOR, DEVICE, Row, Setting, Way, in_turn
 from scripts.bench.models import make_model
 
 TITLE = "a save in the background of a training loop"
-FREE_STEPS, LEAST_STEPS, MOST_STEPS = 2, 4, 60  # before and after the save each; beside it
+FREE_STEPS, LEAST_STEPS, MOST_STEPS = 2, 4, 60  # before and after the save each; least and most during it
 MOST_TOKENS = 1 << 15  # of a step; their logits must fit as well
 STEP_TO_COPY = 2.5  # a step lasts about so many times as long as the copy
 
@@ -63,7 +63,7 @@ def make_training(size_bytes: int) -> Training:
 
 
 def _shares(row: Row, copy_seconds: float) -> Row:
-    """What the stall, and all that was lost, is of a copy in memory."""
+    """Ratios of the stall, and of all time lost, to a copy in memory."""
     figures = {"stall_of_copy": "seconds", "lost_of_copy": "lost_seconds"}
     return {share: row[figure] / copy_seconds for share, figure in figures.items() if figure in row}
 
@@ -96,7 +96,7 @@ class Loop:
 
 
 def _save(loop: Loop, saver: Background, target: Path) -> Row:
-    """The loop with a save: what the same number of steps would have taken without is what is not lost."""
+    """The loop with a save; lost is the time above that of the same number of steps without it."""
     waited = saver.waited_seconds
     free = [seconds(loop.step) for _ in range(FREE_STEPS)]
     call = seconds(lambda: saver.save(target))

@@ -1,7 +1,7 @@
-"""One object of a bucket from memory and into it, beside other clients: rates, processor time, memory at its peak.
+"""Upload and download of one object, beside other clients: time, CPU time, peak memory.
 
-FT_CKPT_BENCH_STORE names a folder in a bucket (s3://bucket/bench), and the AWS_ variables lead there. Each way has a
-process of its own in every round. Client and server share this machine's processors where the server is on it.
+FT_CKPT_BENCH_STORE names a folder in a bucket (s3://bucket/bench), for the client of the AWS_ variables. Each way has a
+process of its own in every round. If the server is on this machine, it shares the processors with the client.
 """
 
 import io
@@ -49,9 +49,9 @@ def _in_process(once: Setting, direction: str, way: str, size_bytes: int) -> Row
 
 
 def transfer(_setting: Setting, direction: str, way: str, size_bytes: int) -> list[Row]:
-    """In the child: once."""
+    """In the child: one transfer."""
     memory = mmap.mmap(-1, size_bytes)
-    for start in range(0, size_bytes, _PART_BYTES):  # every page is there before
+    for start in range(0, size_bytes, _PART_BYTES):  # map every page before
         memory[start : start + _PART_BYTES] = os.urandom(min(_PART_BYTES, size_bytes - start))
     action, took = _WAYS[way][direction == "download"], 0.0
     folder = os.environ[STORE].rstrip("/")
@@ -67,7 +67,7 @@ def transfer(_setting: Setting, direction: str, way: str, size_bytes: int) -> li
     return [figures]
 
 
-# Each: given the folder's URL and the memory, what is measured
+# Each takes the folder's URL and the memory, and returns the action to measure
 
 
 def _ours_up(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
@@ -131,7 +131,7 @@ def _obstore_down(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
 
 
 class _Memory(io.RawIOBase):
-    """A file that is this memory."""
+    """A file object on this memory."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory, self.at = memoryview(memory), 0

@@ -64,7 +64,7 @@ def _start_writer(run: Path, index: int) -> int:
 
 
 def _await_all(run: Path, count: int) -> None:
-    """Wait until all writers have joined: processes that start are not measured."""
+    """Wait until all writers have joined: their start is not measured."""
     while sum(1 for _ in run.glob(".ft_ckpt-writers/*/joined/*")) < count:
         time.sleep(0.1)
     time.sleep(1)

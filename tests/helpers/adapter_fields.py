@@ -1,4 +1,4 @@
-"""One setting of an adapter's config changed by itself: PEFT's own numbers on the same folder, or one of our errors."""
+"""Change one setting of an adapter's config at a time: PEFT's outputs for the same folder, or one of our errors."""
 
 import copy
 import json
@@ -38,7 +38,7 @@ Numbers = Callable[[], Any]
 
 
 class FieldTrials:
-    """An adapter of `method` that is trained, in PEFT's folder and in a checkpoint of ours, and its changed configs."""
+    """A trained adapter of `method` in PEFT's folder and in our checkpoint, and variants of its config."""
 
     def __init__(self, method: str, folder: Path) -> None:
         self.folder, self.out = folder, folder / "out"
@@ -58,7 +58,7 @@ class FieldTrials:
         return copy.deepcopy(self.plain)
 
     def all_changes(self) -> list[tuple[str, Any]]:
-        """Each field with each value that it does not have; those that all methods share, of one method alone."""
+        """Each field with each value that differs from its own; fields shared by all methods only for LoRA."""
         fields = [name for name in self.config if name not in SHARED or self.method == "lora"]
         fields = [name for name in fields if name != "sample_at_inference"]  # draws numbers each time it computes
         numbers = {name: [v + 1, v * 2] for name, v in self.config.items() if type(v) in (int, float)}
@@ -70,7 +70,7 @@ class FieldTrials:
         ]
 
     def finds(self, field: str, value: Any) -> Iterator[str]:
-        """What is wrong with merge, load_model, average, save and resume of the adapter with that change."""
+        """Problems of merge, load_model, average, save and resume of the adapter with that change."""
         changed = {**self.config, field: value}
         if value is GONE:
             del changed[field]
@@ -92,10 +92,10 @@ class FieldTrials:
             numbers = logits(live)
         except Exception:
             return
-        yield "average", wanted, self._averaged  # files alone: a config that PEFT refuses stays one
+        yield "average", wanted, self._averaged  # reads files only: a config that PEFT refuses stays refused
         yield "save", lambda: numbers, lambda: self._saved(live)
         yield "resume", lambda: numbers, lambda: self._resumed(live, live)
-        if self.method != "cpt":  # computes otherwise in inference mode, in which `live` is: the resume warns of that
+        if self.method != "cpt":  # its outputs differ in inference mode, which `live` is in: the resume warns of that
             yield "resume of the unchanged", lambda: logits(self.model), lambda: self._resumed(self.model, live)
 
     def _loaded_by_peft(self) -> Any:
@@ -114,13 +114,13 @@ class FieldTrials:
         return logits(ft_ckpt.load_model(self.out, base=self.fresh_base()))
 
     def _resumed(self, live: Any, other: Any) -> Any:
-        """The state of `live` on a model like `other` with another adapter."""
+        """Outputs after resuming the state of `live` into a copy of `other` with changed adapter weights."""
         CheckpointSaver().save_state(live, self._empty("out"))
         again = copy.deepcopy(other)
         base = {id(one) for one in again.get_base_model().parameters() if one.shape in self.shapes_of_base}
         with torch.no_grad():
             for name, parameter in again.named_parameters():
-                # AdaLoRA's `ranknum` is no weight: PEFT makes it of the config and stores it nowhere.
+                # AdaLoRA's `ranknum` is not a weight: PEFT derives it from the config and does not store it.
                 if id(parameter) not in base and parameter.is_floating_point() and "ranknum" not in name:
                     parameter.mul_(1.5)
         CheckpointSaver().resume(self.out, model=again)
@@ -132,7 +132,7 @@ class FieldTrials:
 
 
 def _once_more(ask: Numbers) -> Numbers:
-    """The same numbers from two seeds; None for what is drawn anew each time."""
+    """Call `ask` with two seeds; None if the results differ."""
 
     def ask_twice() -> Any:
         found = []
@@ -158,7 +158,7 @@ def _compared(wanted: Numbers, found: Numbers) -> str:
             wanted()
         except Exception as other:
             if (type(other), str(other)) == (type(error), str(error)):
-                return ""  # what is asked of the model, such as the task of each sample
+                return ""  # the model lacks an input, such as the task of each sample
         return f"{type(error).__name__}: {str(error)[:200]}"
     try:
         theirs = wanted()

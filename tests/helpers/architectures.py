@@ -1,4 +1,4 @@
-"""Tiny models of many architectures, filled with values of their own, and inputs for them."""
+"""Tiny models of many architectures, filled with distinct values, and inputs for them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +38,7 @@ LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model class, its config class, and what makes a tiny one of it."""
+    """A model class, its config class, and the settings of a tiny model."""
 
     model: str
     config: str

@@ -1,4 +1,4 @@
-"""Requests to object stores that fail: the client's own calls, counted, of which one or all from one on are broken."""
+"""Failing requests to object stores: count the client's calls, and break one of them or all from that one on."""
 
 import threading
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ REQUESTS = ("put", "get", "head", "list", "list_with_delimiter", "copy", "delete
 
 
 class BrokenLine:
-    """Counts requests; the `at`-th fails, `for_good` or just once; with `acts_first` only its answer is lost."""
+    """Counts requests; the `at`-th fails, with `for_good` all later ones too; `acts_first` loses only the response."""
 
     def __init__(self, at: int, *, for_good: bool = False, acts_first: bool = False) -> None:
         self.at, self.for_good, self.acts_first, self.count = at, for_good, acts_first, 0
@@ -23,7 +23,7 @@ class BrokenLine:
         return self.count >= self.at
 
     def takes(self) -> bool:
-        """Count one more request; whether it goes through."""
+        """Count a request; return whether it succeeds."""
         with self._lock:
             self.count += 1
             return self.count < self.at or (self.count > self.at and not self.for_good)

@@ -1,4 +1,4 @@
-"""Runs into a bucket on loopback, in processes that end, or are killed, at a chosen request."""
+"""Training runs that save to a bucket on loopback, in processes that end or are killed at a chosen request."""
 
 import json
 import os
@@ -20,7 +20,7 @@ TRAIN = (WORKERS / "bucket_life.py").read_text()
 
 @dataclass
 class Life:
-    """What a process did: its status, the error it ended by, and what each of its steps came to."""
+    """Result of a process: its exit status, its final error, and the loss of each step."""
 
     status: int = 0
     error: str = ""
@@ -28,9 +28,9 @@ class Life:
 
 
 def live(s3: S3, steps: int, fault: Callable[[int], Fault] | None = None, **settings: Any) -> Life:
-    """Train, saving at every step, up to `steps`, from wherever the run in the bucket is.
+    """Train up to `steps`, saving at every step, from the state of the run in the bucket.
 
-    `fault` is given the number of the process, which it may kill. `settings` are of the saver.
+    `fault` is called with the process id, so that it can kill the process. `settings` go to the saver.
     """
 
     def begun(pid: int) -> None:
@@ -43,7 +43,7 @@ def live(s3: S3, steps: int, fault: Callable[[int], Fault] | None = None, **sett
 
 
 def kill_at(number: int, *, acts_first: bool) -> Callable[[int], Fault]:
-    """The process is gone when that request comes, or when it has been done."""
+    """Kill the process when that request arrives or, with `acts_first`, when it has been executed."""
 
     def fault(pid: int) -> Fault:
         def befalls(asked: Asked) -> bool:
@@ -59,7 +59,7 @@ def kill_at(number: int, *, acts_first: bool) -> Callable[[int], Fault]:
 
 
 def committed(s3: S3) -> set[int]:
-    """The steps of the checkpoints that readers see, each of which is whole: all bytes of it are read."""
+    """Steps of the committed checkpoints; each is verified by reading all of its bytes."""
     names = [name.split("/")[1] for name in s3.names(PREFIX) if name.endswith("/ft_ckpt.json")]
     for name in names:
         assert verify(Place(open_store(BUCKET_RUN, **FAST), name)).ok, name

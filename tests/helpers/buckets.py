@@ -1,4 +1,4 @@
-"""Files and folders in a bucket: obstore's store in memory, which is read like any other."""
+"""Files and folders in a bucket: obstore's in-memory store."""
 
 import os
 import uuid

@@ -1,9 +1,9 @@
-"""Which wrappers are launched together, and what is saved under each: the plan that workers and tests share."""
+"""Test matrix of workers and tests: the wrappers that share a launch, and the saves under each."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-# what is saved: the model (a function of models.py) and the arguments of `save`
+# save -> the model (a function of models.py) and the arguments of `save`
 SAVES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("partly_frozen", {}),
     "converted": ("mixtral", {}),

@@ -1,7 +1,7 @@
-"""Commands that are killed at a chosen call that changes the disk, or at a request to a bucket, and called again.
+"""Commands that are killed at a call that changes the disk, or at a request to a bucket, and run again.
 
-At each death: readers see the old or the new checkpoint, whole, beside the process that is stopped there, and after its
-end. The next call of the same command completes the work and leaves nothing behind.
+At each kill, readers see the old or the new checkpoint, whole, while the process is stopped and after its end. The
+next call of the same command completes the work and leaves nothing behind.
 """
 
 import json
@@ -31,14 +31,14 @@ from ft_ckpt.checkpoint.prune import recover_all
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
 from ft_ckpt.storage.local_store import temporary_store
 
-THERE = "there"  # the folder, or prefix of the bucket, that is written to
-IN_BUCKET = "bucket:"  # begins the names of objects among those of files
+THERE = "there"  # target folder, or prefix in the bucket
+IN_BUCKET = "bucket:"  # prefix of the names of objects, in mappings that also have files
 Files = Mapping[str, bytes]  # by path, relative to the folder of the trial
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: its exit status (-9: killed), its error, and how many calls changed its folder."""
+    """Result of a process: its exit status (-9: killed), its error, and the number of calls that changed its folder."""
 
     status: int
     said: str
@@ -46,7 +46,7 @@ class Ended:
 
 
 class CommandServer:
-    """The process that the processes of trials are forked from, see workers/killed_commands.py."""
+    """The process that forks a process for each trial, see workers/killed_commands.py."""
 
     def __init__(self, shim: Path, *modules: str) -> None:
         environment = {**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": python_path()}
@@ -61,7 +61,7 @@ class CommandServer:
         self._expect("ready")
 
     def begin(self, **asked: object) -> int:
-        """Start a process, see the worker; its number. It begins with the first `go_on`."""
+        """Fork a stopped process (see the worker) and return its id. The first `go_on` starts it."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
@@ -79,7 +79,7 @@ class CommandServer:
         return Ended(**json.loads(line))
 
     def close(self) -> None:
-        """End the process, and one that a failed trial has left."""
+        """End the server, and a process that a failed trial left."""
         if self.pid:
             os.kill(self.pid, signal.SIGKILL)
         self._process.communicate()
@@ -94,7 +94,7 @@ class CommandServer:
 
 @dataclass
 class CommandTrials:
-    """One command with where it writes, started again and again from the same files and objects."""
+    """One command and its target, run repeatedly from the same files and objects."""
 
     server: CommandServer
     s3: S3
@@ -117,7 +117,7 @@ class CommandTrials:
             self.after = self._files(root)
 
     def kill_at_call(self, number: int) -> list[str] | None:
-        """What is wrong when the process is killed at that call; None if it makes fewer."""
+        """Problems when the process is killed at that call; None if it makes fewer calls."""
         with self._fresh_folder() as root:
             self._begin(root, call=number)
             if self.server.go_on() is not None:
@@ -127,7 +127,7 @@ class CommandTrials:
             return wrong + self._check_death(root)
 
     def kill_at_request(self, number: int, *, acts_first: bool) -> list[str] | None:
-        """What is wrong when it is killed as that request comes, or when it has been done; None if it makes fewer."""
+        """Problems when it is killed at that request, before or after it is executed; None if it makes fewer."""
         wrong: list[str] = []
         with self._fresh_folder() as root:
             pid, first = self._begin(root), self.s3.asked
@@ -156,7 +156,7 @@ class CommandTrials:
 
     @contextmanager
     def _fresh_folder(self) -> Iterator[Path]:
-        """The folder of a trial, and the objects, as they were before."""
+        """The folder of a trial; folder and bucket are reset to their content before the command."""
         root = self.folder / "trial"
         shutil.copytree(self._template, root, symlinks=True)
         self._set_bucket(self._objects)
@@ -176,7 +176,7 @@ class CommandTrials:
         )
 
     def _run(self, root: Path, *, step: int = 1) -> Ended:
-        """Let it do all of its work."""
+        """Run the command to its end."""
         self._begin(root, step=step)
         ended = self.server.go_on()
         assert ended is not None
@@ -184,7 +184,7 @@ class CommandTrials:
         return ended
 
     def _check_death(self, root: Path) -> list[str]:
-        """What is wrong after a death, and after the next call."""
+        """Problems after a kill, and after the next call."""
         wrong = self._half_done(root)
         try:
             self._run(root)
@@ -200,12 +200,12 @@ class CommandTrials:
         return wrong + [f"afterwards {each}" for each in self._damaged(root)]
 
     def _is_refused_as_done(self, said: str, root: Path) -> bool:
-        """A command that overwrites nothing is refused by a bucket when it had committed."""
+        """Without overwrite, a bucket refuses the next call if the killed one had committed."""
         is_new = not self._differing(self._files(root), self.after) and "NameTakenError" in said
         return self.to_bucket and is_new and "overwrite" not in self.command
 
     def _half_done(self, root: Path) -> list[str]:
-        """Checkpoints and files that are neither the old nor the new, after a death."""
+        """Problems after a kill: checkpoints that are damaged, or neither old nor new, and lost foreign files."""
         found = self._files(root)
         wrong = [f"at the death {each}" for each in self._damaged(root)]
         for unit in sorted({*checkpoints_in(self.before), *checkpoints_in(self.after)}):
@@ -216,7 +216,7 @@ class CommandTrials:
         return wrong
 
     def _may_be_absent(self, unit: str, versions: list[Files | None]) -> bool:
-        """A bucket has no step that replaces a checkpoint: the old one goes first."""
+        """A bucket cannot replace a checkpoint in one step: the old one is deleted first."""
         return unit.startswith(IN_BUCKET) and versions[0] is None
 
     def _foreign(self) -> list[str]:
@@ -227,7 +227,7 @@ class CommandTrials:
         return [f"damaged: {unit}: {report.problems}" for unit, report in found.items() if not report.ok]
 
     def _read_beside(self, root: Path) -> list[str]:
-        """What a reader sees wrong while the process is stopped."""
+        """Problems that a reader sees while the process is stopped."""
         wrong = []
         for unit in sorted({*checkpoints_in(self.before), *checkpoints_in(self.after)}):
             old, new = (self._checkpoint(files, unit) for files in (self.before, self.after))
@@ -251,10 +251,10 @@ class CommandTrials:
                 wrong.append(f"a reader sees neither the old nor the new: {unit}")
         return wrong
 
-    # What is there
+    # Contents
 
     def _files(self, root: Path) -> dict[str, bytes]:
-        """All files, hidden ones and empty folders too, but none for temporary files."""
+        """All files, objects and empty folders, hidden ones too, but not the folder of temporary files itself."""
         found = {name: content for name, content in contents(root).items() if name != "tmp"}
         found = {
             name: content for name, content in found.items() if not (root / name).is_dir() or _is_empty(root / name)
@@ -266,7 +266,7 @@ class CommandTrials:
         return f"s3://{BUCKET}/{unit.removeprefix(IN_BUCKET)}" if unit.startswith(IN_BUCKET) else root / unit
 
     def _checkpoint(self, files: Files, unit: str) -> Files | None:
-        """The files of a checkpoint but its manifest, without marks and files of others; None if it is none."""
+        """The files of a checkpoint without manifest, `.ft_ckpt-*` and foreign files; None if it has no manifest."""
         if f"{unit}/{MANIFEST_NAME}" not in files:
             return None
         inside = {name.removeprefix(f"{unit}/"): files[name] for name in files if name.startswith(f"{unit}/")}
@@ -277,11 +277,11 @@ class CommandTrials:
 
     @property
     def _varies(self) -> bool:
-        """Whether each call writes other bytes."""
+        """True if each call writes different bytes."""
         return "library" in self.command
 
     def _differing(self, files: Files, expected: Files) -> set[str]:
-        """Names of files with other bytes than expected, where these do not tell the time."""
+        """Names of files whose bytes differ from the expected ones, except files that contain times."""
         names = (name for name in files.keys() & expected.keys() if files[name] != expected[name])
         names = (name for name in names if not name.endswith((MANIFEST_NAME, "README.md")))
         return {name for name in names if not (self._varies and "/out/" in name)}
@@ -294,7 +294,7 @@ def checkpoints_in(files: Files) -> list[str]:
 
 
 def come_by_later(root: Path) -> None:
-    """Leases and temporary folders of the dead go with those of the next reader, after ten minutes at the latest."""
+    """Have the next reader remove leases and temporary folders of killed processes, as after ten minutes."""
     for lease in root.rglob(f"{LEASE}*"):
         os.utime(lease, (0, 0))
         with hold_lease(lease.parent):
@@ -311,7 +311,7 @@ def _agree(command: str, seen: Files | None, expected: Files | None) -> bool:
 
 
 def _is_kept(files: Files, name: str) -> bool:
-    """A file of somebody else's waits in a hidden folder, at worst, for the next call."""
+    """True if a foreign file is there: at worst in a hidden folder, until the next call."""
     return any(other.rpartition("/")[2] == name.rpartition("/")[2] for other in files)
 
 
@@ -320,7 +320,7 @@ def _is_empty(folder: Path) -> bool:
 
 
 def all_deaths(trials: CommandTrials) -> list[tuple[str, Callable[[], list[str] | None]]]:
-    """Each death of a command, by name; those of calls that a trial does not come to give None."""
+    """Each kill of a command, by name; a kill at a call or request that the trial does not reach returns None."""
     calls, requests = range(1, trials.calls + 1), range(1, trials.requests + 1)
     ways = {True: "after", False: "at"}
     return [

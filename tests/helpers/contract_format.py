@@ -1,4 +1,4 @@
-"""What every format of `save` and `load` must do; a format's test class inherits it and names its format."""
+"""Contract tests of every format of `save` and `load`; a format's test class inherits them and names its format."""
 
 import os
 import signal
@@ -68,7 +68,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class FormatContract:
-    """The promises; `path` and `kind` come from the format's class."""
+    """The contract; `kind` and `suffix` come from the format's class."""
 
     kind: str
     suffix: str
@@ -86,7 +86,7 @@ class FormatContract:
         assert all(equal(found[name], value) for name, value in state().items())
 
     def test_from_a_bucket(self, path: Path) -> None:
-        """Lazily by ranges, all at once, and as tensors to convert."""
+        """Lazily by ranges, all at once, and as the source of a conversion."""
         save(state(), path, self.kind)
         place = in_bucket(path)
         for options in ({}, {"mapped": False}, {"map_location": "cpu"}):
@@ -138,7 +138,7 @@ class FormatContract:
         found = load(path)
         found["model.layers.0.weight"].sum()
         os.truncate(path, path.stat().st_size // 2)
-        for name in state().keys() - {"none"}:  # nothing of that one is in the file
+        for name in state().keys() - {"none"}:  # it has no bytes in the file
             with pytest.raises(CorruptError, match="changed while it was open"):
                 found[name].clone()
 
@@ -214,5 +214,5 @@ def filled(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor, as Python has them."""
+    """The bytes of a tensor as `bytes`."""
     return bytes(bits(tensor).numpy()) if tensor.numel() else b""

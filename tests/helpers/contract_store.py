@@ -1,4 +1,4 @@
-"""What every store must do, whatever holds its bytes; inherit `StoreContract` and give it a fixture `store`."""
+"""Contract tests of every store: inherit `StoreContract` and define a fixture `store`."""
 
 import contextlib
 import os
@@ -237,7 +237,7 @@ class StoreContract:
                 call()
 
     def test_errors_are_ours(self, store: Store) -> None:
-        """A folder taken for an object, an object for a folder: what comes is a CheckpointError, or an answer."""
+        """An object name used as a folder, or a folder as an object: a call succeeds or raises a CheckpointError."""
         store.write("a/b", b"x")
         calls: list[Callable[[], object]] = [lambda: store.read("a"), lambda: store.write("a", b"")]
         calls += [lambda: store.write("a/b/c", b""), lambda: store.stat("a/b/c"), lambda: store.read("a/b/c")]

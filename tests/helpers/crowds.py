@@ -1,4 +1,4 @@
-"""What a save and a resume of many ranks take, counted: see tests/workers/crowd.py."""
+"""Measured cost of a save and a resume with many ranks: see tests/workers/crowd.py."""
 
 import json
 from collections.abc import Mapping
@@ -11,15 +11,15 @@ from launch import launch
 
 @dataclass(frozen=True)
 class CrowdFigures:
-    """Of one phase, over all ranks."""
+    """Cost of one phase, over all ranks."""
 
     put: int  # bytes that all ranks put into the store
     got: int  # bytes that all ranks got
     most_got: int  # by one rank that is not rank 0
     leader_got: int
     calls: int
-    leader_seconds: float  # of processor
-    rank_seconds: float  # of processor, a rank that is not rank 0
+    leader_seconds: float  # CPU time
+    rank_seconds: float  # CPU time of a rank that is not rank 0
     wall_seconds: float
     leader_peak: int  # bytes of memory above what its process began with
 
@@ -27,7 +27,7 @@ class CrowdFigures:
 def crowd(
     size: int, folder: Path, way: str = "whole", processes: int = 3, timeout: float = 110
 ) -> dict[str, CrowdFigures]:
-    """The figures of each phase with `size` ranks; `way` as the worker says."""
+    """The figures of each phase with `size` ranks; `way` is an argument of the worker."""
     folder.mkdir(parents=True)
     result = launch("crowd", processes, [folder / "run", folder / "figures", size, way], timeout)
     if result.returncode:

@@ -11,7 +11,7 @@ from ft_ckpt import CheckpointSaver
 
 @dataclass(frozen=True)
 class EngineFiles:
-    """Checkpoints by what they are."""
+    """Paths of the checkpoints, by kind."""
 
     root: Path
     base: Path  # a Llama

@@ -1,7 +1,7 @@
 """Servers on loopback that behave as vLLM and SGLang do, with faults.
 
-Weights and adapters are read from the files that they are told. Parameters are fused and cut as vLLM does it, and their
-digests are real; answers are numbers made of these digests, so that they change with the weights and with the adapter.
+Weights and adapters are read from the requested paths. Parameters are fused and sharded as in vLLM, and their digests
+are real. Answers are derived from these digests, so that they change with the weights and with the adapter.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @dataclass(frozen=True)
 class Request:
-    """A request that came."""
+    """A received request."""
 
     method: str
     path: str
@@ -38,10 +38,10 @@ class Request:
 
 @dataclass
 class Fault:
-    """A request goes wrong: "close" (unanswered), "close after" (done, unanswered), "hang", or an error status.
+    """A fault of a request: "close" (no response), "close after" (executed, no response), "hang", or an error status.
 
-    A callable is called instead, before the request is done; with `late`, after it. The request is the `at`-th one
-    after `Engine.fail`, of those whose path begins with `path`.
+    A callable is called and the connection closed: the request is not executed or, with `late`, executed first. The
+    request is the `at`-th one after `Engine.fail` whose path begins with `path`.
     """
 
     how: str | int | Callable[[], Any]
@@ -61,7 +61,7 @@ class Fault:
 
 @dataclass
 class Loaded:
-    """An adapter that the server holds."""
+    """A loaded adapter."""
 
     path: str
     digest: str
@@ -72,17 +72,17 @@ class Engine:
     """The state of a server, and how it misbehaves.
 
     `traits`: "stale names" (an adapter loaded under a used name answers as its first), "cached weights" (a reload keeps
-    the old ones), "half update" (a reload fails in the middle), "silent half" (it stops there and says nothing),
-    "ignores adapters" (answers of the base), "own head" (a tied head is held apart, as in a pipeline), "old head" (a
+    the old ones), "half update" (a reload fails in the middle), "silent half" (it stops there without an error),
+    "ignores adapters" (answers of the base), "own head" (a tied head is separate, as in a pipeline), "old head" (a
     reload keeps the head), "wrong digests", "no digests", "fewer digests" (none of the fourth layer),
     "no digests while paused", "unlisted" (a loaded adapter is not listed), "redirects" (to `elsewhere`), "no dev mode",
-    "sha256" (SGLang: the digests of versions that use SHA-256), "once" (traits of a reload pass with the first one).
+    "sha256" (SGLang: the digests of versions that use SHA-256), "once" (traits of a reload end with the first one).
     """
 
     base: Path
     kind: str = "vllm"
     ranks: int = 1
-    dtype: torch.dtype | None = None  # to compute in; None is that of the files
+    dtype: torch.dtype | None = None  # compute dtype; None: that of the files
     pads: bool = False  # the vocabulary to a multiple of PADDING
     lora: bool = True
     most_rank: int = 16
@@ -98,7 +98,7 @@ class Engine:
     first_digests: dict[str, str] = field(default_factory=dict)
     held: str = ""  # the folder that the weights came from; "" after half an update
     summed: tuple[tuple[int, ...], str] | None = None
-    during_pause: list[str] = field(default_factory=list)  # completions that were asked for while paused
+    during_pause: list[str] = field(default_factory=list)  # completions requested while paused
 
     def __post_init__(self) -> None:
         self.running = threading.Event()
@@ -108,7 +108,7 @@ class Engine:
         self.start()
 
     def start(self) -> None:
-        """The state of a server that was started anew: its first weights, no adapters."""
+        """Reset to the state after a start: the first weights, no adapters."""
         self.shards, self.held = self._read(str(self.base)), str(self.base)
         self.adapters, self.weight_version = {}, "default"
         self.running.set()
@@ -118,12 +118,12 @@ class Engine:
         return not self.running.is_set()
 
     def fail(self, how: str | int | Callable[[], Any], at: int = 1, path: str = "", **more: Any) -> Fault:
-        """Let a request go wrong, see Fault."""
+        """Make a request fail, see Fault."""
         self.faults[:] = [Fault(how, at, path, **more)]
         return self.faults[0]
 
     def asked(self, path: str) -> list[Request]:
-        """The requests to `path` that came."""
+        """The received requests to `path`."""
         return [request for request in self.requests if request.path == path]
 
     @property
@@ -141,7 +141,7 @@ class Engine:
         return {name: _sha256(tensor) for name, tensor in self._read(path).items()}
 
     def _digest_of_weights(self) -> str:
-        """One sum of all parameters, computed again when one was replaced."""
+        """Digests of all parameters, computed again after one was replaced."""
         key = tuple(map(id, self.shards.values()))
         if self.summed is None or self.summed[0] != key:
             self.summed = (key, "".join(self.checksums().values()))
@@ -164,7 +164,7 @@ class Engine:
         return {f"tp{rank}:{name}": each for rank in ranks for name, each in _shard(self, stored, config, rank)}
 
     def load_weights(self, path: str) -> None:
-        """As `reload_weights` does it: in place, tensor by tensor."""
+        """Load in place, tensor by tensor, as `reload_weights` does."""
         if "cached weights" in self.traits:
             return
         new = self._read(path)
@@ -201,7 +201,7 @@ class Engine:
         self.first_digests.setdefault(name, self.adapters[name].digest)
 
     def log_probabilities(self, adapter: str | None, prompt: Any) -> list[float]:
-        """Five numbers, largest first, of the weights, the adapter and the prompt."""
+        """Five numbers, largest first, derived from the weights, the adapter and the prompt."""
         weights = self._digest_of_weights()
         applied = ""
         if adapter is not None and "ignores adapters" not in self.traits:
@@ -215,7 +215,7 @@ class Engine:
 def _shard(
     engine: Engine, stored: dict[str, Tensor], config: dict[str, Any], rank: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of one rank: fused and cut."""
+    """The parameters of one rank: fused and sharded."""
     heads = config["num_attention_heads"]
     key_heads = config.get("num_key_value_heads", heads)
     middle = ".base_layer." if engine.lora else "."
@@ -231,7 +231,7 @@ def _shard(
         layer = head.rpartition(".")[2]
         if layer == "q_proj":
             around = head.removesuffix("q_proj")
-            keys = min(key_heads, engine.ranks)  # fewer heads than ranks: each is held by several
+            keys = min(key_heads, engine.ranks)  # fewer heads than ranks: several ranks have the same head
             pieces = [cut(tensor, 0), *(cut(stored[f"{around}{each}_proj.{tail}"], 0, keys) for each in "kv")]
             yield f"{around}qkv_proj{middle}{tail}", torch.cat(pieces)
         elif layer == "gate_proj":
@@ -347,7 +347,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _error_text(kind: str, status: int) -> dict[str, Any]:
-    """The engine's own words."""
+    """The engine's own error body."""
     if status == 404:
         return {"detail": "Not Found"}
     if kind == "sglang":
@@ -361,7 +361,7 @@ def _error_text(kind: str, status: int) -> dict[str, Any]:
     return {"error": {"message": message, "type": kinds.get(status, "InternalServerError"), "code": status}}
 
 
-# The calls of both
+# Requests of both engines
 
 
 def _models(engine: Engine, _: Request) -> Any:

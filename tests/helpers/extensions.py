@@ -1,8 +1,8 @@
-"""What is compiled once before the tests, in the environment's own folder, past stale locks.
+"""Compile C++ extensions once before the tests, in the environment's own folder, and delete stale locks.
 
-DeepSpeed's CPU operators, and the device of `sealed_device`. torch's compiler locks by making a file and waits for ever
-while that file is there, so one that a killed process left would hang every later start of DeepSpeed. Run as a script
-it compiles.
+These are DeepSpeed's CPU operators and the device of `sealed_device`. torch's compiler uses a file as a lock and waits
+as long as that file exists, so the lock of a killed process would hang every later start of DeepSpeed. Run as a script,
+this module compiles them.
 """
 
 import os
@@ -16,19 +16,19 @@ LOCK = "lock"  # the name torch.utils.cpp_extension gives it
 
 
 def settle_folder() -> None:
-    """Keep what is compiled inside the environment, unless told otherwise, and drop the locks that nobody holds."""
+    """Set the folder of extensions inside the environment, unless it is set or read-only, and delete stale locks."""
     if os.access(sys.prefix, os.W_OK):
         os.environ.setdefault(FOLDER, str(Path(sys.prefix, "torch_extensions")))
     drop_stale_locks()
 
 
 def extension_folder() -> Path:
-    """Where compiled extensions are, once it is settled."""
+    """The folder of compiled extensions, after `settle_folder`."""
     return Path(os.environ.get(FOLDER, Path(tempfile.gettempdir(), "torch_extensions")))
 
 
 def drop_stale_locks() -> list[Path]:
-    """Delete the locks that no living process has open; those that were."""
+    """Delete the locks that no living process has open, and return them."""
     folder = os.environ.get(FOLDER)
     found = list(Path(folder).rglob(LOCK)) if folder else []
     held = _open_files() if found else set()
@@ -50,7 +50,7 @@ def compile_operators() -> None:
 
 
 def _open_files() -> set[str]:
-    """The files that any process has open, as far as it may be asked; a lock's holder has it open until it is done."""
+    """Files open in any process that may be inspected; a lock's holder has it open until it is done."""
     return {_target(handle) for handle in Path("/proc").glob("[0-9]*/fd/*")}
 
 

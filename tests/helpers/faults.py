@@ -1,4 +1,4 @@
-"""Small checkpoints written by hand, processes that die at a chosen call, and a disk that is watched."""
+"""Small checkpoints written by hand, processes killed at a chosen call, and recorded writes to the disk."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def save(target: Folder, **what: Any) -> Manifest:
 
 
 def rewrite_manifest(checkpoint: Folder, change: Callable[[dict[str, Any]], object]) -> None:
-    """Replace the manifest by what `change` makes of its JSON, as somebody would who knows its digest."""
+    """Edit the JSON of the manifest with `change` and sign it with a valid digest."""
     file = Path(checkpoint) / MANIFEST_NAME
     document = json.loads(file.read_text())
     document.pop("digest", None)
@@ -96,7 +96,7 @@ def signed(text: str) -> str:
 
 
 def contents(folder: Folder) -> dict[str, bytes]:
-    """Everything below `folder`, hidden or not: relative path to bytes; of a link, where it leads to."""
+    """Everything below `folder`, hidden or not: relative path to bytes; to the target for a symbolic link."""
     return {path.relative_to(folder).as_posix(): _content(path) for path in Path(folder).rglob("*")}
 
 
@@ -122,7 +122,7 @@ def dies_at(call: int, action: Callable[[], object]) -> bool:
 
 
 def in_child(action: Callable[[], object]) -> str:
-    """Run `action` in a forked process; "" when it returned, the name and text of what it raised otherwise."""
+    """Run `action` in a forked process; "" if it returned, else the type and text of its exception."""
     return _forked(action)[1]
 
 
@@ -172,7 +172,7 @@ def _remove_half(folder: Folder) -> None:
 
 @contextmanager
 def writes(before: Callable[[], Any] = lambda: None) -> Iterator[list[int]]:
-    """The bytes of each block that is written to a file meanwhile; `before` is called ahead of it, and may raise."""
+    """Sizes of the blocks written to files while the block runs; `before` runs before each write, and may raise."""
     real, written = os.pwrite, []
 
     def pwrite(descriptor: int, data: Any, offset: int) -> int:
@@ -208,7 +208,7 @@ def save_of(target: Folder, **facts: Any) -> None:
 
 
 def edit(folder: Path, name: str, text: bytes | str) -> None:
-    """Write a file, and make the manifest vouch for it."""
+    """Write a file and update its record in the manifest."""
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     manifest = read_manifest(folder)
     known = next((file for file in manifest.files if file.path == name), manifest.files[0])

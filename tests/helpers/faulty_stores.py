@@ -1,4 +1,4 @@
-"""Stores that fail as real ones do, each around one that works: handed in, instead of patched calls."""
+"""Wrappers of a working store that fail as real stores do; they are passed in, instead of patching calls."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ WRITES = ("write", "create", "copy", "delete")
 
 
 class Wrapped:
-    """A store that does what the one inside does; the others below change one thing about it."""
+    """A store that delegates to `inner`; its subclasses change one thing each."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
@@ -27,7 +27,7 @@ class Wrapped:
 
 
 class CountingStore(Wrapped):
-    """Keeps the calls, each as its name and first argument."""
+    """Records the calls, each as its name and first argument."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -46,7 +46,7 @@ class CountingStore(Wrapped):
 
 
 class RefusingStore(Wrapped):
-    """Refuses some calls, for names that begin so, as a place without permission does."""
+    """Refuses some calls for names with a prefix, as a store without permission does."""
 
     def __init__(self, inner: Store, calls: Iterable[str], prefix: str = "") -> None:
         super().__init__(inner)
@@ -86,7 +86,7 @@ class SlowStore(Wrapped):
 
 
 class FullStore(Wrapped):
-    """Has room for so many bytes more."""
+    """Has room for `size_bytes` more bytes."""
 
     def __init__(self, inner: Store, size_bytes: int) -> None:
         super().__init__(inner)
@@ -123,7 +123,7 @@ class _FullWriting:
 
 
 class TornStore(Wrapped):
-    """Gives back half of every range of some objects: what a cut line or a truncated file leaves."""
+    """Objects with a prefix are cut short: `read` returns half of a range, an open file raises CorruptError."""
 
     def __init__(self, inner: Store, prefix: str = "") -> None:
         super().__init__(inner)
@@ -167,7 +167,7 @@ class _TornFile:
 
 @contextmanager
 def unseen_files(prefix: str) -> Iterator[None]:
-    """Objects that begin so are in no local store of this process, as on a disk that it does not share with others."""
+    """Hide objects with a prefix from reads of local stores in this process, as on a disk that is not shared."""
     real = LocalStore.read
 
     def read(store: LocalStore, name: str, *part: int) -> bytes:

@@ -37,7 +37,7 @@ class Numbers(Dataset[torch.Tensor]):
 
 
 class Stream(Numbers, IterableDataset[torch.Tensor]):
-    """The same in order, each worker its share."""
+    """The same numbers as a stream in order; each worker yields its share."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         raise NotImplementedError
@@ -49,11 +49,11 @@ class Stream(Numbers, IterableDataset[torch.Tensor]):
 
 
 class Counted(Stream):
-    """A stream that knows where it is, and goes on from there without reading what was before."""
+    """A stream with a state dict, which resumes without reading the items before its position."""
 
     def __init__(self, hands_out: Callable[[Any], Any] = dict, **settings: Any) -> None:
         super().__init__(**settings)
-        self.hands_out = hands_out  # `lambda where: where`: itself, so that whoever keeps it has to copy it
+        self.hands_out = hands_out  # `lambda where: where`: the live object, which the caller has to copy
         self.where = {"next": 0}
         self.read = 0
 
@@ -74,7 +74,7 @@ class Counted(Stream):
 
 @dataclass(frozen=True)
 class Step:
-    """What a step saw: where it was, its batch, whether it was the last of its pass, and all random state after it."""
+    """Record of a step: position, batch, whether it was the last of its pass, and all random state after it."""
 
     place: tuple[int, int, int]
     batch: Any
@@ -125,12 +125,12 @@ def plain(batch: Any) -> Any:
 
 
 def saved(feed: DataPosition) -> dict[str, Any]:
-    """What a checkpoint would hold."""
+    """The state that a checkpoint would contain."""
     return {"feed": feed.state_dict(), "rng": rng.capture_generators()}
 
 
 def resumed(feed: DataPosition, state: dict[str, Any]) -> DataPosition:
-    """`feed`, of a process that has done other things before, put where `state` was saved."""
+    """Restore `state` into `feed` and the generators, which other code has used before."""
     scramble(1000)
     assert feed.load_state_dict(state["feed"]) == []
     assert rng.restore_generators(state["rng"]) == []
@@ -138,7 +138,7 @@ def resumed(feed: DataPosition, state: dict[str, Any]) -> DataPosition:
 
 
 def uninterrupted(make: Make, rank: int = 0, **settings: Any) -> tuple[list[Step], list[dict[str, Any]]]:
-    """All steps of a run, and what a checkpoint after each of them holds (0: before the first)."""
+    """All steps of a run, and the state after each of them (0: before the first)."""
     scramble(1)
     loader = make()
     scramble(1 + rank)
@@ -151,5 +151,5 @@ def uninterrupted(make: Make, rank: int = 0, **settings: Any) -> tuple[list[Step
 def differing(
     make: Make, steps: list[Step], states: list[dict[str, Any]], stops: Iterable[int], **settings: Any
 ) -> list[int]:
-    """The stops after which a resumed run is not the uninterrupted one."""
+    """The stops after which a resumed run differs from the uninterrupted one."""
     return [stop for stop in stops if train(resumed(DataPosition(make(), **settings), states[stop])) != steps[stop:]]

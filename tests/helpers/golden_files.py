@@ -1,4 +1,4 @@
-"""The objects behind the golden files, and how to write them anew, when a format changes on purpose.
+"""Objects of the golden files, and a script that writes the files again when a format changes on purpose.
 
 Run as `python tests/helpers/golden_files.py`, with `tests/helpers` on PYTHONPATH.
 """
@@ -17,7 +17,7 @@ HERE = TESTS / "golden"
 
 
 def flat() -> dict[str, torch.Tensor]:
-    """A model of a few types; values are exact, so that no library can change them."""
+    """A state dict of a few dtypes; values are exact, so that no library can change them."""
     return {
         "layers.0.weight": (torch.arange(128.0 * 300) % 251).view(128, 300).to(torch.bfloat16),
         "layers.0.bias": torch.arange(5.0),
@@ -28,7 +28,7 @@ def flat() -> dict[str, torch.Tensor]:
 
 
 def nested() -> dict[object, object]:
-    """A state with every way that a leaf can be described."""
+    """A state with every kind of description of a leaf."""
     weight = torch.arange(6.0).view(2, 3)
     return {
         "model": OrderedDict([("w", weight), ("tied", weight), ("a/b", torch.arange(3))]),

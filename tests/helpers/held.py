@@ -1,4 +1,4 @@
-"""Tensors as the engines hold them on any of many ranks, without a process for each."""
+"""Tensors as each engine shards them on any of many ranks, without a process per rank."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -81,7 +81,7 @@ def _entry(name: str, value: Tensor, held: Held, dtype: torch.dtype | None) -> E
 
 
 def llama_1b() -> dict[str, Tensor]:
-    """The parameters of Llama-3.2-1B, without memory."""
+    """The parameters of Llama-3.2-1B on the meta device."""
     hidden, inner, kv = 2048, 8192, 512
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (128256, hidden), "model.norm.weight": (hidden,)}
     for layer in range(16):

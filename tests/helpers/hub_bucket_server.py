@@ -1,7 +1,7 @@
-"""A Hub on loopback that has storage buckets: what huggingface_hub asks of one for them.
+"""A Hub on loopback with storage buckets: the endpoints that huggingface_hub uses for them.
 
-The content goes by Xet as it really does, hf_xet cuts and names it, but into a folder: the Hub's answers lead hf_xet to
-a content store on this disk (local://). What is in a batch is read back from there and compared with its hash.
+hf_xet chunks and hashes the content as for the real Hub, but the responses point it to a content store on this disk
+(local://). The content of a batch is read back from there and compared with its hash.
 """
 
 import json
@@ -44,7 +44,7 @@ class Bucket:
 
 
 class BucketHub(Hub):
-    """The server's state, and what a test asks of it."""
+    """The server's state, and its interface for tests."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ class BucketHub(Hub):
         self.contents: dict[str, bytes] = {EMPTY: b""}
         self.places: list[Path] = []
         self.operations: list[tuple[str, str]] = []  # of all batches, as (type, path)
-        self.page = 5  # entries of a listing in one answer
+        self.page = 5  # entries of a listing per page
 
     def bytes_of(self, bucket: str) -> dict[str, bytes]:
         """The files of a bucket."""
         return {path: self.contents[file.hash] for path, file in sorted(self.buckets[bucket].files.items())}
 
     def put_file(self, bucket: str, path: str, content: bytes) -> None:
-        """Put a file there as somebody else would."""
+        """Upload a file as another client would."""
         place = self.new_place()
         with hf_xet.XetSession().new_upload_commit(**_client_of(place)) as commit:
             sent = commit.start_upload_bytes(content, sha256=hf_xet.SKIP_SHA256)
@@ -83,7 +83,7 @@ class BucketHub(Hub):
         return shutil.copytree(place, copied, dirs_exist_ok=True)
 
     def content(self, name: str) -> bytes | None:
-        """The bytes with that hash, which were uploaded; None if they were not."""
+        """The uploaded bytes with that hash; None if they were not uploaded."""
         for place in reversed(self.places):
             if name in self.contents:
                 break
@@ -138,7 +138,7 @@ class _BucketHandler(HubHandler):
         return Answer(200, [self._file(path, files[path]) for path in json.loads(body)["paths"] if path in files])
 
     def bucket_batch(self, name: str, body: bytes) -> Answer:
-        """Each operation on its own; those that fail are named."""
+        """Apply each operation independently; the response names those that failed."""
         bucket, lines = self._bucket(name), [json.loads(line) for line in body.splitlines()]
         whys = [(line["path"], self._operation(bucket, line)) for line in lines]
         failed = [{"path": path, "error": why} for path, why in whys if why]
@@ -172,7 +172,7 @@ class _BucketHandler(HubHandler):
         if file is None:
             raise absent("EntryNotFound")
         headers = {
-            "Location": self.hub.url.replace("127.0.0.1", "localhost") + f"/cdn/{file.hash}",  # of another host
+            "Location": self.hub.url.replace("127.0.0.1", "localhost") + f"/cdn/{file.hash}",  # another host
             "X-Xet-Hash": file.hash,
             "X-Linked-Size": str(len(self.hub.contents[file.hash])),
             "X-Xet-Refresh-Route": f"{self.hub.url}/api/buckets/{quote(name)}/xet-read-token",
@@ -200,7 +200,7 @@ class _BucketHandler(HubHandler):
 
 
 def _top(entry: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """What a listing of one level has of a file: itself, or the folder that it is in."""
+    """Entry of a file in a listing of one level: the file, or the folder that contains it."""
     path: str = entry["path"]
     begin = f"{prefix}/" if prefix and path.startswith(f"{prefix}/") else ""
     step, _, deeper = path[len(begin) :].partition("/")
@@ -227,7 +227,7 @@ _BucketHandler.routes = [
 
 @contextmanager
 def using_buckets(hub: Hub) -> Iterator[None]:
-    """As `using_hub`; hf_xet, which else waits for minutes, gives up early."""
+    """Like `using_hub`, but hf_xet gives up early; by default it retries for minutes."""
     quick = {"HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "1", "HF_XET_CLIENT_RETRY_BASE_DELAY": "10ms"}
     session = patch.object(_xet, "_GLOBAL_XET_HOLDER", _xet.XetSessionHolder())
     with patch.dict("os.environ", quick), session, using_hub(hub):

@@ -1,4 +1,4 @@
-"""A Hub on loopback: what huggingface_hub asks of one when it commits to model repositories and reads them.
+"""A Hub on loopback: the endpoints that huggingface_hub uses to commit to model repositories and to read them.
 
 Repositories, branches, commits and large files are kept in memory. Large files come by the LFS protocol, in parts where
 they are larger than `part_bytes`; xet is not offered. `Fault`s make chosen requests fail as real ones do.
@@ -24,7 +24,7 @@ from huggingface_hub.utils._http import close_session
 from loopback import answering
 
 TOKEN = "hf_right"
-LARGE_BYTES = 1 << 10  # files from this size on, and weights, are large ones
+LARGE_BYTES = 1 << 10  # files from this size on, except .md, and weights go by LFS
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Blob:
 
     @property
     def oid(self) -> str:
-        """The name of its content: SHA-256 of a large file, else git's."""
+        """Id of its content: SHA-256 for a large file, else git's blob id."""
         if self.is_large:
             return hashlib.sha256(self.content).hexdigest()
         return hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
@@ -44,7 +44,7 @@ class Blob:
 
 @dataclass
 class Repository:
-    """One repository: the commit of each branch, the files of each commit, and what commits were called."""
+    """One repository: the commit of each branch, the files of each commit, and the commit messages."""
 
     private: bool
     branches: dict[str, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Repository:
     messages: list[str] = field(default_factory=list)
 
     def add_commit(self, branch: str, files: dict[str, Blob], message: str) -> str:
-        """Put `files` on the branch as a new commit; its name."""
+        """Commit `files` as the branch's new content; return the commit id."""
         parent = self.branches.get(branch, "")
         oid = hashlib.sha1(f"{parent}{message}{len(self.commits)}".encode()).hexdigest()
         self.commits[oid], self.branches[branch] = files, oid
@@ -60,27 +60,27 @@ class Repository:
         return oid
 
     def resolve(self, revision: str) -> str | None:
-        """The commit that a branch or the name of a commit means."""
+        """The commit id of a branch or a commit id; None if unknown."""
         return self.branches.get(revision) or (revision if revision in self.commits else None)
 
 
 @dataclass
 class Fault:
-    """Something that goes wrong with the next `times` requests whose "METHOD path" matches."""
+    """A fault of the next `times` requests whose "METHOD path" matches."""
 
     matches: str
     status: int = 0
     says: str = "a fault"
     times: int = 1
-    cuts: bool = False  # the connection, without an answer
-    acts_first: bool = False  # what was asked for is done ahead of the failure
-    seconds: float = 0.0  # to wait for
-    skips: int = 0  # requests that match and pass first
-    then: Callable[[], object] = lambda: None  # is called when it has happened
+    cuts: bool = False  # close the connection without a response
+    acts_first: bool = False  # execute the request before it fails
+    seconds: float = 0.0  # delay before the fault
+    skips: int = 0  # matching requests that succeed first
+    then: Callable[[], object] = lambda: None  # called before the error response or the cut
 
 
 class Hub:
-    """The server's state, and what a test asks of it."""
+    """The server's state, and its interface for tests."""
 
     def __init__(self, part_bytes: int = 1 << 20) -> None:
         self.repositories: dict[str, Repository] = {}
@@ -88,7 +88,7 @@ class Hub:
         self.parts: dict[tuple[str, int], bytes] = {}
         self.part_bytes = part_bytes
         self.faults: list[Fault] = []
-        self.ignored: set[str] = set()  # what a .gitignore keeps out
+        self.ignored: set[str] = set()  # paths that a .gitignore excludes
         self.requests: list[str] = []
         self.lock = threading.RLock()
         self.url = ""
@@ -99,7 +99,7 @@ class Hub:
         return {path: blob.content for path, blob in found.commits[found.branches[branch]].items()}
 
     def put(self, repository: str, files: dict[str, bytes], branch: str = "main", message: str = "by hand") -> None:
-        """Commit `files` as somebody else would."""
+        """Commit `files` as another client would."""
         with self.lock:
             found = self.repositories.setdefault(repository, Repository(private=False))
             old = found.commits.get(found.branches.get(branch, ""), {})
@@ -111,7 +111,7 @@ class Hub:
         return [request for request in self.requests if re.search(pattern, request)]
 
     def next_fault(self, request: str) -> Fault | None:
-        """The fault that befalls this request."""
+        """Log a request; return its fault, if any."""
         with self.lock:
             self.requests.append(request)
             for fault in self.faults:
@@ -132,7 +132,7 @@ def _is_large(path: str, size_bytes: int) -> bool:
 
 
 class Answer(Exception):  # noqa: N818 - how a handler ends early
-    """What is answered."""
+    """A response."""
 
     def __init__(self, status: int, body: Any = None, headers: dict[str, str] | None = None) -> None:
         super().__init__(status)
@@ -141,7 +141,7 @@ class Answer(Exception):  # noqa: N818 - how a handler ends early
 
 
 def absent(code: str) -> Answer:
-    """The answer about something that is not there."""
+    """The response for a missing object."""
     return Answer(404, {"error": code}, {"X-Error-Code": code, "X-Error-Message": code})
 
 
@@ -149,7 +149,7 @@ class HubHandler(BaseHTTPRequestHandler):
     """Answers the requests to a Hub by its `routes`: method, pattern of the path, action."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or each answer waits 40 ms for the client's sign of life
+    disable_nagle_algorithm = True  # else each response waits 40 ms for the client's ACK
     hub: Hub
     routes: "list[tuple[str, str, Any]]"
 
@@ -176,7 +176,7 @@ class HubHandler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_any  # noqa: N815 - http.server's names
 
     def _chunks(self) -> bytes:
-        """A body of unknown length."""
+        """A chunked body."""
         found = b""
         if self.headers.get("Transfer-Encoding") == "chunked":
             while size := int(self.rfile.readline(), 16):
@@ -213,7 +213,7 @@ class HubHandler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(answer.body)
 
-    # What is asked for
+    # Request handlers
 
     def whoami(self, _: bytes) -> Answer:
         return Answer(200, {"type": "user", "name": "user", "auth": {}})
@@ -389,7 +389,7 @@ HubHandler.routes = ROUTES
 
 @contextmanager
 def serving_hub(part_bytes: int = 1 << 20) -> Iterator[Hub]:
-    """A Hub that answers while the block runs, for other processes that are told its `url` by HF_ENDPOINT."""
+    """A Hub that answers while the block runs; other processes reach its `url` by HF_ENDPOINT."""
     hub = Hub(part_bytes)
     with answering(type("Handler", (HubHandler,), {"hub": hub})) as hub.url:
         yield hub
@@ -397,7 +397,7 @@ def serving_hub(part_bytes: int = 1 << 20) -> Iterator[Hub]:
 
 @contextmanager
 def using_hub(hub: Hub) -> Iterator[Hub]:
-    """Let this process take `hub` for the Hub: huggingface_hub has read its settings when it was imported."""
+    """Make this process use `hub` as the Hub, by patches: huggingface_hub read its settings when it was imported."""
     settings: dict[str, Any] = {"ENDPOINT": hub.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
     settings["HUGGINGFACE_CO_URL_TEMPLATE"] = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     close_session()
@@ -411,7 +411,7 @@ def using_hub(hub: Hub) -> Iterator[Hub]:
 
 
 def main() -> None:
-    """Serve until the input ends. The one line of output is JSON: the environment of programs that are to use it."""
+    """Serve until the input ends. The one line of output is JSON: the environment of client programs."""
     with serving_hub() as hub:
         settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
         print(json.dumps(settings), flush=True)

@@ -1,4 +1,4 @@
-"""Runs in forked processes that are killed, started again, and killed again, until they come to their end."""
+"""Training runs in forked processes that are killed and started again until they finish."""
 
 import os
 import random
@@ -21,9 +21,8 @@ MOST = 5  # two kept, one new, one being dropped, one stage
 
 
 def lives(folder: Path, ranks: int, chances: random.Random, most_seconds: float, kills: int) -> int:
-    """Start the run in `folder` again and again, each time killed after a while, `kills` times at most; then let it
-    end. The number of kills."""
-    spared = 0  # of the last lives those that were killed between a commit and the deletion after it
+    """Start and kill the run in `folder` up to `kills` times, then let it finish; return the number of kills."""
+    spared = 0  # consecutive kills between a commit and the deletion after it
     for killed in range(kills):
         if _life(folder, ranks, killed, chances.uniform(0, most_seconds)):
             return killed
@@ -33,9 +32,9 @@ def lives(folder: Path, ranks: int, chances: random.Random, most_seconds: float,
 
 
 def look(folder: Path, spared: int = 0) -> int:
-    """What must hold at any moment: a folder that looks like a checkpoint is one, and nothing piles up.
+    """Check what must hold at any moment: each committed checkpoint is valid, and leftovers do not accumulate.
 
-    Each life in `spared` may leave one more, until the next deletion. The number of names there are.
+    Each of `spared` kills may leave one more folder until the next deletion. Returns the number of names in `folder`.
     """
     from ft_ckpt import verify
 
@@ -48,7 +47,7 @@ def look(folder: Path, spared: int = 0) -> int:
 
 
 def _life(folder: Path, ranks: int, number: int, seconds: float | None) -> bool:
-    """Whether the run came to its end before it was killed."""
+    """Start the run, kill it after `seconds`, and return whether it had finished before."""
     children = [_fork(folder, rank, ranks, number) for rank in range(ranks)]
     if seconds is not None:
         time.sleep(seconds)
@@ -102,7 +101,7 @@ def _train(folder: Path, rank: int) -> None:
 
 
 def losses(folder: Path, rank: int) -> dict[int, str]:
-    """What the run wrote for each step; steps done more than once must have come to the same."""
+    """The logged values of each step; a step that ran more than once must have logged the same."""
     found: dict[int, str] = {}
     for line in Path(f"{folder}.log-{rank}").read_text().splitlines():
         step, rest = line.split(" ", 1)

@@ -1,6 +1,6 @@
-"""Run a worker on several ranks, and read back what each of its cases came to on each rank; or a program alone.
+"""Run a worker on several ranks and collect the outcome of each case on each rank; or run one program.
 
-What needs the libraries is forked from a process that has them: a fresh interpreter loads for seconds.
+Processes are forked from one that has loaded the libraries: a fresh interpreter takes seconds to load them.
 """
 
 import atexit
@@ -27,7 +27,7 @@ from places import HELPERS, WORKERS, python_path
 
 NURSERY = "FT_CKPT_TEST_NURSERY"  # the variable that names the socket of tests/helpers/nursery.py
 TIMED_OUT = -1
-MAX_LAUNCHES = 4  # a case that kills its process costs one launch; more than this many such cases are not worth waiting
+MAX_LAUNCHES = 4  # a case that kills its process costs one launch; more such cases are not worth waiting for
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ def run_cases(
     timeout: float = 180,
     env: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """What went wrong in each case, over all ranks ("" when nothing did).
+    """The error of each case, over all ranks ("" if there was none).
 
-    A case that takes its process down is charged with the log, and the cases after it are launched again, so that one
-    crash does not hide the others. A launch that does not end after its last case is charged to that one.
+    A case that kills its process gets the log as its error, and the cases after it are launched again, so that one
+    crash does not hide the others. A launch that does not end after its last case is an error of that case.
     """
     errors: dict[str, str] = {}
     for attempt in range(MAX_LAUNCHES):
@@ -93,7 +93,7 @@ def sampled(cases: Sequence[str], *kept: str) -> list[object]:
 
 
 def selected(request: pytest.FixtureRequest, cases: Sequence[str]) -> list[str]:
-    """The cases that are parameters of the selected tests of a fixture: its launch runs no other."""
+    """The cases that the selected tests of a fixture have as parameters: its launch runs no other."""
     tests = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
     tests = [test for test in tests if test.module is request.module]
     mine = [test.callspec.params for test in tests if request.fixturename in test.fixturenames]
@@ -109,9 +109,9 @@ def run_python(
     cwd: Path | None = None,
     begun: Callable[[int], None] = lambda process: None,
 ) -> "subprocess.CompletedProcess[str]":
-    """What `python -c code` does in a process that finds the libraries loaded.
+    """Run `code` as `python -c` does, in a process that has the libraries loaded.
 
-    `begun` is told the number of the process.
+    `begun` is called with the process id.
     """
     with _program(code) as (script, output, errors):
         process = _begin(script, args, 0, _environment(env or {}), output, errors, cwd)
@@ -123,7 +123,7 @@ def run_python(
 def run_and_signal(
     code: str, *args: object, until: Callable[[TextIO], object], number: int = signal.SIGKILL
 ) -> "subprocess.CompletedProcess[str]":
-    """The same, with a signal once `until` has read of its output what it waits for; the rest of the output."""
+    """Like `run_python`, with a signal as soon as `until` has read the output it needs; returns the rest of it."""
     with _program(code) as (script, output, errors):
         output.unlink()
         os.mkfifo(output)
@@ -152,15 +152,15 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def share_nursery() -> None:
-    """Start the server that launches are forked from, for this process and those that it starts."""
+    """Start the server that forks launches, for this process and its children."""
     folder = tempfile.mkdtemp(prefix="nursery-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    # pyarrow, which older libraries load, begins a thread of its allocator, and a fork would copy it
+    # pyarrow, which older libraries load, starts an allocator thread, but the server may fork with one thread only
     single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
     path = str(Path(folder, "socket"))
     with socket.socket(socket.AF_UNIX) as waiting:
         waiting.bind(path)
-        waiting.listen()  # who connects waits until the libraries are loaded
+        waiting.listen()  # clients wait in the queue until the libraries are loaded
         server = subprocess.Popen(
             [sys.executable, str(HELPERS / "nursery.py"), str(waiting.fileno())],
             stdin=subprocess.PIPE,  # it ends with this process, however that ends
@@ -179,7 +179,7 @@ def _nursery() -> socket.socket:
         share_nursery()
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(os.environ[NURSERY])
-    connection.sendall(b" ")  # without handles, see worker.py
+    connection.sendall(b" ")  # without file descriptors, see worker.py
     assert _answer(connection) == "ready", "tests/helpers/nursery.py did not start"
     return connection
 
@@ -204,7 +204,7 @@ def _begin(
     errors: Path,
     cwd: Path | None = None,
 ) -> int:
-    """Have the server fork that; the number of the process."""
+    """Have the server fork a process, and return its id."""
     server = _nursery()
     arguments = [str(argument) for argument in args]
     request = [str(script), arguments, ranks, environment, str(cwd or Path.cwd()), str(output), str(errors)]
@@ -213,7 +213,7 @@ def _begin(
 
 
 def _end(process: int, timeout: float) -> int:
-    """The exit status of what was begun last, or TIMED_OUT, once it is over."""
+    """Wait for the last process: its exit status, or TIMED_OUT if it had to be killed."""
     server = _nursery()
     ended = select.select([server], [], [], timeout)[0]
     if not ended:
@@ -231,7 +231,7 @@ def _kill_tree(number: int) -> None:
 
 
 def _finished(outcomes: Path, ranks: int) -> dict[str, str]:
-    """The cases every rank came to the end of, with the ranks' errors joined."""
+    """The cases that every rank finished, with the ranks' errors joined."""
     rows: dict[str, dict[int, str]] = {}
     for rank in range(ranks):
         path = outcomes / f"rank{rank}.jsonl"

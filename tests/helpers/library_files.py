@@ -16,10 +16,10 @@ def numbered(number: int, *shape: int, dtype: torch.dtype = torch.float32) -> to
 
 
 def file_maker() -> ModuleType:
-    """The program that makes them, to run with whatever libraries are installed."""
+    """The script that writes them, with the installed libraries."""
     spec = importlib.util.spec_from_file_location("make_library_files", TESTS / "golden/make_library_files.py")
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where its classes are looked for
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # its classes are looked up there
     spec.loader.exec_module(module)
     return module

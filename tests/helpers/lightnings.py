@@ -1,4 +1,4 @@
-"""A run of Lightning's small enough to be made often, which records what each step saw and lost."""
+"""A small Lightning run that records the batch and the loss of each step."""
 
 import importlib
 import os
@@ -26,11 +26,11 @@ QUIET: dict[str, Any] = {
 
 
 class Killed(BaseException):
-    """What stops a run in the middle."""
+    """Stops a run in the middle."""
 
 
 class Kill(lightning.Callback):
-    """Ends the run when a batch begins, once so many were done by this process or any before."""
+    """Stops the run at the start of a batch once `after` steps are done, those before a resume included."""
 
     def __init__(self, after: int) -> None:
         self.after = after
@@ -41,7 +41,7 @@ class Kill(lightning.Callback):
 
 
 class Tuned(lightning.LightningModule):
-    """A language model with dropout, and a head and a count beside it that are no part of it."""
+    """A language model with dropout, and beside it a head, a frozen layer and a counter."""
 
     def __init__(self, kind: str = "llama", plateau: str | None = None) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Tuned(lightning.LightningModule):
 
 
 class Counted(lightning.Callback):
-    """A callback with a state of its own, and one that it puts into Lightning's checkpoint."""
+    """A callback with a state dict and an entry in Lightning's checkpoint."""
 
     def __init__(self) -> None:
         self.batches = self.put = 0
@@ -115,7 +115,7 @@ def trainer(callbacks: Any = (), **settings: Any) -> Any:
 
 
 def ours(folder: Path, callbacks: Any = (), own: Any = None, **settings: Any) -> Any:
-    """The same, saving at every step and resuming through ft_ckpt."""
+    """Like `trainer`, saving at every step and resuming through ft_ckpt."""
     told = {"every": 1, "on_difference": "ignore", **(own or {})}
     made = [*callbacks, LightningCheckpoint(folder, **told)]
     return trainer(made, **{"enable_checkpointing": True, **settings})

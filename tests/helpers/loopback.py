@@ -1,4 +1,4 @@
-"""Servers that live as long as a block, on loopback unless told otherwise."""
+"""HTTP servers for the duration of a block, on loopback by default."""
 
 import sys
 import threading
@@ -13,14 +13,14 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Pass over clients that were killed."""
+        """Ignore lost connections: clients are killed."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
 
 @contextmanager
 def answering(handler: type[BaseHTTPRequestHandler], port: int = 0, host: str = "127.0.0.1") -> Iterator[str]:
-    """The URL of a server whose requests `handler` answers, each connection in a thread; port 0 is any."""
+    """The URL of a server that answers with `handler`, each connection in a thread; port 0: any free port."""
     server = _Server((host, port), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()

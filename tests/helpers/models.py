@@ -1,6 +1,6 @@
 """Tiny dropout-free models whose every parameter is a function of its name and a seed.
 
-Any process can so rebuild the model another process trained, and compare bit for bit. Sizes are uneven on purpose:
+So any process can rebuild the model that another one trained, and compare bit for bit. Sizes are uneven on purpose:
 101 rows of embeddings, 63 positions, 5 rows and 1 of the value head do not divide by 2 or 4 ranks.
 """
 
@@ -45,7 +45,7 @@ CHAT_TEMPLATE = "{% for m in messages %}<|im_start|> {{ m['content'] }} <|im_end
 
 
 class ValueHead(nn.Module):
-    """A scalar per position, beside a running mean that is saved though it is no parameter."""
+    """A scalar per position, and a running mean in a persistent buffer."""
 
     def __init__(self, hidden_size: int = 24) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def mixtral(**overrides: Any) -> nn.Module:
 
 
 def experts() -> nn.Module:
-    """Experts that divide by 2 and 4 ranks, in sizes that grouped products take."""
+    """Experts that divide by 2 and 4 ranks, in sizes that grouped matrix products accept."""
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 4}
     return mixtral(**sizes, num_local_experts=4)
 
@@ -146,7 +146,7 @@ def wide() -> nn.Module:
 
 
 def lora_wide() -> PeftModel:
-    """An adapter of some 8 KB on a base of some 7 MB: what moves tells one from the other."""
+    """An adapter of some 8 KB on a base of some 7 MB: the number of bytes sent shows which one was sent."""
     return get_peft_model(wide(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
 
 

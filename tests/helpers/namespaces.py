@@ -1,4 +1,4 @@
-"""Processes that have a disk of their own: a namespace of mounts for each, as nodes without a shared disk have."""
+"""Processes with a private disk: a mount namespace for each, as on nodes without a shared disk."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ _BIND, _RECURSIVE, _PRIVATE = 4096, 16384, 1 << 18
 
 
 def can_mount() -> bool:
-    """Whether this user may have namespaces of mounts, and mount in them."""
+    """True if this user may create mount namespaces and mount in them."""
     command = ["unshare", "-m", "sh", "-c", "mount -t tmpfs none /mnt"]
     try:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -19,7 +19,7 @@ def can_mount() -> bool:
 
 
 def take_disk(place: Path, kept: Path | None = None) -> None:
-    """Give this process, which must have one thread, a disk at `place` that nobody else sees: in memory, or `kept`."""
+    """Give this process, which must have one thread, a private disk at `place`: a tmpfs, or `kept` by a bind mount."""
     libc = ctypes.CDLL(None, use_errno=True)
     place.mkdir(parents=True, exist_ok=True)
     _check(libc.unshare(_NEW_MOUNTS))

@@ -1,4 +1,4 @@
-"""Nodes of a cluster: a namespace of networks and one of mounts for each, on one switch. Root, or a user namespace."""
+"""Nodes of a cluster: a network and a mount namespace for each, on one switch. Needs root or a user namespace."""
 
 import ctypes
 import os
@@ -13,13 +13,13 @@ from pathlib import Path
 
 LINK, SWITCH = "eth0", "10.77.0.254"
 _NEW_NETWORK = 0x40000000
-_KINDS = ("user", "net", "mnt")  # in the order in which they are joined: the first gives the right to the others
+_KINDS = ("user", "net", "mnt")  # in joining order: the first gives the right to join the others
 _ALONE = (("-n", "-m"), ("-U", "-r", "-n", "-m"))  # as root, and as anybody
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Processes that keep the namespaces: of the switch that all nodes are connected to, and of each node."""
+    """Processes that keep the namespaces alive: of the switch that connects all nodes, and of each node."""
 
     switch: int
     nodes: tuple[int, ...]
@@ -32,7 +32,7 @@ def address_of(node: int) -> str:
 
 @cache
 def why_no_cluster() -> str:
-    """Why this user cannot have one; "" where that is possible."""
+    """Why this user cannot run a cluster; "" if it is possible."""
     try:
         with running_cluster(1, Path("/mnt")):
             return ""
@@ -42,7 +42,7 @@ def why_no_cluster() -> str:
 
 @contextmanager
 def running_cluster(size: int, disk: Path, kept: Path | None = None) -> Iterator[Cluster]:
-    """So many nodes, each with a disk of its own in memory at `disk`, but for the first where `kept` is there."""
+    """Run `size` nodes, each with a private tmpfs at `disk`; the first has `kept` there instead, if given."""
     with ExitStack() as stack:
         switch = stack.enter_context(_keeper(["unshare", *_rights()]))
         _run_in(switch, f"ip link set lo up && ip link add sw type bridge && ip addr add {SWITCH}/24 dev sw")
@@ -63,12 +63,12 @@ def running_cluster(size: int, disk: Path, kept: Path | None = None) -> Iterator
 
 
 def join_node(keeper: int) -> None:
-    """Make this process, which must have one thread, one of the node that a process keeps."""
+    """Move this process, which must have one thread, into the node of the process `keeper`."""
     here, files = Path.cwd(), []
     for kind in _KINDS:
         place = f"/proc/{keeper}/ns/{kind}"
         if Path(place).readlink() != Path(f"/proc/self/ns/{kind}").readlink():
-            files.append(os.open(place, os.O_RDONLY))  # all of them first: there may be no way to the next
+            files.append(os.open(place, os.O_RDONLY))  # open all of them first: a path may be unreachable after a join
     for file in files:
         _join(file, 0)
         os.close(file)
@@ -77,7 +77,7 @@ def join_node(keeper: int) -> None:
 
 @contextmanager
 def in_network_of(keeper: int) -> Iterator[None]:
-    """Sockets that this thread makes in the block are of the network that a process keeps. Needs root."""
+    """Create this thread's sockets in the network of the process `keeper` while the block runs. Needs root."""
     own, other = (os.open(f"/proc/{name}/ns/net", os.O_RDONLY) for name in ("thread-self", keeper))
     _join(other, _NEW_NETWORK)
     try:
@@ -104,7 +104,7 @@ def _join(file: int, kind: int) -> None:
 
 @cache
 def _rights() -> tuple[str, ...]:
-    """How this user gets namespaces."""
+    """The options of `unshare` that work for this user."""
     for rights in _ALONE:
         if subprocess.run(["unshare", *rights, "true"], capture_output=True, check=False).returncode == 0:
             return rights
@@ -113,7 +113,7 @@ def _rights() -> tuple[str, ...]:
 
 @contextmanager
 def _keeper(command: Sequence[str]) -> Iterator[int]:
-    """A process that does nothing in the namespaces that `command` gives it, and ends with this one."""
+    """An idle process in the namespaces that `command` creates; it ends with this one."""
     told = [*command, "sh", "-c", "echo here; exec cat"]
     with subprocess.Popen(told, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

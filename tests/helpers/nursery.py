@@ -1,11 +1,11 @@
-"""A process that has loaded the libraries once and forks into the ranks of each launch.
+"""A server that loads the libraries once and forks the ranks of each launch.
 
-Loading torch, transformers, accelerate and peft takes a rank seconds, which is most of what a launched test takes. The
-server reads one request a line, `[script, arguments, ranks, environment, folder, output, errors]` as JSON, and answers
-twice: with the launch's process number and, when it is over, with its exit status. Each connection has a process of its
-own, so that the workers of one test run share the libraries; a connection that passes handles becomes such a worker.
-Ranks find what torchrun would give them: the same variables, and a store that outlives any of them. A launch of no
-ranks is the script alone, as Python would run it.
+Loading torch, transformers, accelerate and peft takes a rank seconds, most of the time of a launched test. The server
+reads one request per line, `[script, arguments, ranks, environment, folder, output, errors]` as JSON, and answers
+twice: with the process id of the launch and, when it is over, with its exit status. Each connection has its own
+process, so that the workers of one test run share the libraries; a connection that passes file descriptors becomes
+such a worker. Ranks get what torchrun would give them: the same variables, and a store that outlives any of them. A
+launch of no ranks is the script alone, as Python would run it.
 """
 
 import atexit
@@ -44,12 +44,12 @@ LIBRARIES = (
     "pytest",
     "ft_ckpt.saver",
 )
-PORT_BYTES = 8  # what a rank is told of the store's port, padded
-GRACE_SECONDS = 5.0  # between asking the other ranks to end and ending them, once one has failed
+PORT_BYTES = 8  # length of the padded message with the store's port
+GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL to the other ranks, once one has failed
 
 
 def load_libraries() -> None:
-    """Import what nearly every worker does; nothing that starts a thread or chooses a device."""
+    """Import the libraries of nearly every worker, but none that starts a thread or chooses a device."""
     for name in LIBRARIES:
         importlib.import_module(name)
     threads = os.listdir("/proc/self/task")  # noqa: PTH208 - of the process, not a folder
@@ -58,7 +58,7 @@ def load_libraries() -> None:
 
 
 def serve(waiting: socket.socket) -> None:
-    """Answer each process that connects, in a fork, until the input ends with the process that has opened it."""
+    """Serve each connection in a fork of this process, until stdin ends with the parent process."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     while sys.stdin not in select.select([waiting, sys.stdin], [], [])[0]:
         connection = waiting.accept()[0]
@@ -72,7 +72,7 @@ def serve(waiting: socket.socket) -> None:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Begin what the lines of a connection ask for, one after the other, until it is closed; or be a worker."""
+    """Run the requests of a connection one after the other until it is closed; or become a worker."""
     handles = socket.recv_fds(connection, 1, 3)[1]
     with connection, connection.makefile("rw") as lines:
         if handles:
@@ -91,7 +91,7 @@ def _answer(connection: socket.socket) -> None:
 def _begun(
     script: str, arguments: list[str], ranks: int, environment: dict[str, str], folder: str, output: str, errors: str
 ) -> int:
-    """Be what was asked for, with its output and its errors in those files."""
+    """Become the requested launch, with its stdout and stderr in those files."""
     os.setsid()
     for handle, path in ((1, output), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), handle)
@@ -102,7 +102,7 @@ def _begun(
 
 
 def _launched(script: str, arguments: list[str], ranks: int, environment: dict[str, str]) -> int:
-    """Be the launcher: fork the ranks, keep their store, and end them all when one fails."""
+    """Become the launcher: fork the ranks, keep their store, and end them all when one fails."""
     waiting, ready = os.pipe()
     children = []
     for rank in range(ranks):
@@ -120,7 +120,7 @@ def _launched(script: str, arguments: list[str], ranks: int, environment: dict[s
 
 
 def _variables(rank: int, ranks: int, port: str) -> dict[str, str]:
-    """What torchrun tells a rank on one machine."""
+    """The variables that torchrun sets for a rank on one machine."""
     own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks))
     groups = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
@@ -141,7 +141,7 @@ def _be_script(script: str, arguments: list[str], environment: dict[str, str]) -
 
 
 def _be_worker(handles: list[int], code: str, environment: dict[str, str], folder: str) -> int:
-    """Be `python -c code` with these three handles as its input, output and errors."""
+    """Become `python -c code` with these three file descriptors as stdin, stdout and stderr."""
     for number, handle in enumerate(handles):
         os.dup2(handle, number)
         os.close(handle)
@@ -156,7 +156,7 @@ def _be_worker(handles: list[int], code: str, environment: dict[str, str], folde
 
 
 def _watch(children: list[int]) -> int:
-    """Wait for all; the first that fails ends the others, its status is the launch's."""
+    """Wait for all; the first failure ends the others. Returns 1 if a rank failed, else 0."""
     left, failed, deadline = set(children), 0, float("inf")
     while left:
         pid, status = os.waitpid(-1, os.WNOHANG if failed else 0)
@@ -182,7 +182,7 @@ def _signal(pids: set[int], number: int) -> None:
 def _end(action: Any, *arguments: Any) -> NoReturn:
     """Run `action` and end this process with the status it gives, or as an interpreter would end on what it raises.
 
-    Nothing is taken apart at the end: letting go of all that is loaded would copy every page of it.
+    The interpreter is not finalised: freeing the loaded modules would copy all of their pages.
     """
     status = 1
     try:

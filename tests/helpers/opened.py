@@ -1,4 +1,4 @@
-"""Files and folders of this machine as formats are given them."""
+"""Local files as formats receive them."""
 
 import os
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""The code blocks of a page: what a reader would copy, in order, with what the page shows as the answer.
+"""The code blocks of a page in order, with the output that the page shows for each.
 
 A comment on the line above a fence changes how its block is run; readers do not see it:
 
     <!-- not run: REASON -->   the block cannot run in a test
-    <!-- new script -->        from here on the names of the blocks before are gone, as in another file
+    <!-- new script -->        from here on the names of the blocks before are undefined, as in another file
 """
 
 import re
@@ -16,7 +16,7 @@ PARSED = {"yaml", "json"}
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)(?: +(?P<rest>.*))?$")
 _COMMENT = re.compile(r"<!-- (?P<word>not run|new script)(?:: (?P<reason>.+))? -->")
 _TITLE = re.compile(r'title="([^"]+)"')
-_CHANGING = (  # parts of an output that differ from run to run, and what stands for them in both texts
+_CHANGING = (  # parts of an output that differ from run to run, and their placeholders in both texts
     (re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d)?( UTC|Z)?"), "<date>"),
     (re.compile(r"\b[0-9a-f]{8,}\b"), "<id>"),
     (re.compile(r"\bby \w+:"), "by <user>:"),
@@ -28,7 +28,7 @@ _CHANGING = (  # parts of an output that differ from run to run, and what stands
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: `line` is that of its first line of code, `answer` what the page shows below it."""
+    """One fenced block: `line` is its first line of code, `answer` the output that the page shows below it."""
 
     page: str
     line: int
@@ -99,7 +99,7 @@ def dialogue_of(code: str) -> list[tuple[str, str]]:
 
 
 def is_shown(expected: str, actual: str) -> bool:
-    """Whether an output is what a page shows: `...` stands for any lines, or any words; times and sizes for others."""
+    """True if an output matches the page: `...` matches any lines or words, a time or size any other."""
     wanted, lines = _comparable(expected), _comparable(actual)
     pattern = "".join("(?:.*\n)*" if line == "..." else _any_words(line) for line in wanted)
     return re.fullmatch(pattern, "".join(f"{line}\n" for line in lines)) is not None

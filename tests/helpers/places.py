@@ -1,4 +1,4 @@
-"""Where things lie in this repository, and where Python finds the tests' own modules."""
+"""Paths of this repository, and the PYTHONPATH of the tests' own modules."""
 
 import os
 from pathlib import Path
@@ -10,5 +10,5 @@ WORKERS = TESTS / "workers"
 
 
 def python_path() -> str:
-    """What PYTHONPATH is for a process that runs our code beside the tests' helpers."""
+    """PYTHONPATH of a process that runs our code with the tests' helpers."""
     return os.pathsep.join([str(ROOT), str(HELPERS), os.environ.get("PYTHONPATH", "")])

@@ -1,7 +1,7 @@
 """An S3 server on loopback, as strict as the real ones, with a clock and faults that a test sets.
 
 How to use it: the fixture `s3` (tests/conftest.py) is a running `S3` whose address and keys are in the environment, so
-`s3://bucket/runs/sft` leads to it, here and in every process that is started from here:
+`s3://bucket/runs/sft` is on it, here and in every process that is started from here:
 
     def test_something(s3):
         save(..., "s3://bucket/runs/sft")
@@ -16,8 +16,8 @@ How to use it: the fixture `s3` (tests/conftest.py) is a running `S3` whose addr
 A request is matched as "METHOD /bucket/key?query". `running_s3()` is the same without pytest; for processes that are
 not started from here, `python tests/helpers/s3_server.py --port 9000` serves until it is ended. A process that was
 forked must not have used obstore before the fork (its threads are not forked; it says so): fork first, or start anew.
-Signatures are not checked, but keys have to be KEY. The client tries again by itself, for minutes where all fails:
-`store_options={"retry_config": {"max_retries": 1}}` or `FAST`, the same as options, ends that.
+Signatures are not checked, but keys have to be KEY. The client retries by itself, for minutes if every request fails:
+`store_options={"retry_config": {"max_retries": 1}}`, or `FAST` as options, limits that.
 """
 
 import argparse
@@ -55,7 +55,7 @@ _MOST_DELETED, _MOST_LISTED = 1000, 1000
 
 @dataclass(frozen=True)
 class Asked:
-    """One request that came."""
+    """A received request."""
 
     number: int  # the first is 1
     method: str
@@ -73,23 +73,23 @@ class Asked:
 
 @dataclass
 class Fault:
-    """Something that goes wrong with the next `times` requests that match, or with the one whose number is `at`."""
+    """A fault of the next `times` requests that match, or of the request with the number `at`."""
 
     matches: str | Callable[[Asked], bool] = ""
     at: int = 0
     times: int = 1
-    status: int = 0  # of an answer instead of the work
+    status: int = 0  # error response, instead of executing the request
     code: str = "InternalError"
     headers: dict[str, str] = field(default_factory=dict)  # {"Retry-After": "1"}
-    acts_first: bool = False  # the work is done all the same
+    acts_first: bool = False  # with a status: execute the request all the same
     cuts: str = ""  # the connection "before" the work, "during" it (half is read or answered) or "after" it
-    seconds: float = 0.0  # to wait for, ahead of all
-    keeps_bytes: int | None = None  # of the answer's body; its Content-Length is that of all
-    then: Callable[[], object] | None = None  # called when the work is done, ahead of the answer
-    lies: bool = False  # with keeps_bytes: its Content-Length is that of what comes
+    seconds: float = 0.0  # delay before everything else
+    keeps_bytes: int | None = None  # body bytes to send; Content-Length stays that of the whole body
+    then: Callable[[], object] | None = None  # called when the request was executed, before the response
+    lies: bool = False  # with keeps_bytes: Content-Length is that of the bytes sent
 
     def befalls(self, asked: Asked) -> bool:
-        """Whether this request is the one."""
+        """True if this request is affected."""
         if self.at:
             return asked.number == self.at
         if callable(self.matches):
@@ -105,23 +105,23 @@ class _Object:
 
 
 class S3:
-    """The server's buckets, and what a test asks of it."""
+    """The server's buckets, and its interface for tests."""
 
     def __init__(self) -> None:
         self.url = ""
         self.buckets: dict[str, dict[str, _Object]] = {BUCKET: {}}
-        self.uploads: dict[str, tuple[str, str, dict[int, bytes]]] = {}  # bucket, key and parts of those under way
+        self.uploads: dict[str, tuple[str, str, dict[int, bytes]]] = {}  # bucket, key and parts of unfinished uploads
         self.faults: list[Fault] = []
         self.log: list[Asked] = []
         self.ignores_conditions = False
-        self.hides_versions = False  # of what an upload has made, as Ceph's gateway does
+        self.hides_versions = False  # no ETag after a multipart upload, as with Ceph's gateway
         self.listed_at_once = _MOST_LISTED
         self.clock: Callable[[], float] = time.time
         self.lock = threading.RLock()
 
     @property
     def asked(self) -> int:
-        """How many requests have come."""
+        """Number of requests so far."""
         return len(self.log)
 
     def seen(self, pattern: str) -> list[str]:
@@ -129,7 +129,7 @@ class S3:
         return [asked.line for asked in self.log if re.search(pattern, asked.line)]
 
     def names(self, prefix: str = "", bucket: str = BUCKET) -> list[str]:
-        """The keys of all objects."""
+        """The keys of all objects with that prefix."""
         return sorted(key for key in self.buckets[bucket] if key.startswith(prefix))
 
     def content(self, name: str, bucket: str = BUCKET) -> bytes:
@@ -137,11 +137,11 @@ class S3:
         return self.buckets[bucket][name].content
 
     def put(self, name: str, content: bytes, bucket: str = BUCKET) -> str:
-        """Write an object as somebody else would; its version."""
+        """Write an object as another client would; return its ETag."""
         return self.keep(bucket, name, content, hashlib.md5(content).hexdigest())
 
     def keep(self, bucket: str, name: str, content: bytes, digest: str) -> str:
-        """Make `content` the object of that name."""
+        """Store `content` under that key, with an ETag of `digest`."""
         etag = f'"{digest}"'
         self.buckets[bucket][name] = _Object(content, etag, float(int(self.clock())))
         return etag
@@ -152,12 +152,12 @@ class S3:
         self.clock = lambda: before() + seconds
 
     def environment(self) -> dict[str, str]:
-        """The variables that lead a client to it."""
+        """The environment variables that point a client to this server."""
         names = {"ENDPOINT_URL": self.url, "ALLOW_HTTP": "true", "ACCESS_KEY_ID": KEY, "SECRET_ACCESS_KEY": "SKTEST"}
         return {f"AWS_{name}": value for name, value in {**names, "REGION": "us-east-1"}.items()}
 
     def admit(self, asked: Asked) -> Fault | None:
-        """Log a request; the fault that befalls it."""
+        """The fault that applies to a request, if any; its count goes down."""
         with self.lock:
             for fault in self.faults:
                 if fault.times > 0 and fault.befalls(asked):
@@ -224,7 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_any  # noqa: N815 - http.server's names
 
     def _cut(self) -> None:
-        """End the connection, for processes too that have inherited it."""
+        """Shut down the connection, also for processes that have inherited it."""
         self.close_connection = True
         with suppress(OSError):  # it may have ended already
             self.connection.shutdown(socket.SHUT_RDWR)
@@ -266,7 +266,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return action
         raise _refusal(405, "MethodNotAllowed")
 
-    # What is asked for
+    # Request handlers
 
     def get(self, bucket: str, key: str, asked: Asked, _: bytes) -> _Answer:
         found, headers = self._found(bucket, key), asked.headers
@@ -393,7 +393,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _range_of(header: str, size_bytes: int) -> tuple[int, int]:
-    """Start and end of the bytes that a Range header asks for, as far as there are."""
+    """Start and end of the bytes of a Range header, limited to the size of the object."""
     first, _, last = header.removeprefix("bytes=").partition("-")
     if not first:
         return max(0, size_bytes - int(last)), size_bytes
@@ -403,12 +403,12 @@ def _range_of(header: str, size_bytes: int) -> tuple[int, int]:
 
 
 def _entry(key: str, prefix: str, delimiter: str) -> str:
-    """What a listing shows of a key: itself, or the folder it lies in."""
+    """Entry of a key in a listing: the key, or its common prefix."""
     cut = key.find(delimiter, len(prefix)) if delimiter else -1
     return key if cut < 0 else key[: cut + len(delimiter)]
 
 
-_ROUTES: list[tuple[str, str, Any]] = [  # method, and what query or header says more
+_ROUTES: list[tuple[str, str, Any]] = [  # method, query parameter or header, handler
     ("HEAD", "", _Handler.get),
     ("GET", "uploads", _Handler.list_uploads),
     ("GET", "list-type", _Handler.list),
@@ -426,7 +426,7 @@ _ROUTES: list[tuple[str, str, Any]] = [  # method, and what query or header says
 
 @contextmanager
 def running_s3(port: int = 0, host: str = "127.0.0.1") -> Iterator[S3]:
-    """A server that answers while the block runs, named by the environment."""
+    """A server that answers while the block runs; the environment points clients to it."""
     s3 = S3()
     with answering(type("Handler", (_Handler,), {"s3": s3}), port, host) as s3.url:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}

@@ -29,7 +29,7 @@ def why_missing() -> str:
 
 
 def compile_device() -> None:
-    """Compile it, unless that has been done."""
+    """Compile it, unless that was done or a tool is missing."""
     if why_missing() or _library().exists():
         return
     from torch.utils import cpp_extension
@@ -40,7 +40,7 @@ def compile_device() -> None:
 
 
 def become_accelerator() -> torch.device:
-    """Make it this process's accelerator; the device."""
+    """Make it this process's accelerator, and return the device."""
     if not hasattr(torch, KIND):
         compile_device()
         native = _loaded_library()
@@ -51,13 +51,13 @@ def become_accelerator() -> torch.device:
 
 
 def count_late_copies() -> int:
-    """How many copies from or to pinned memory have been done so far, all after the call that asked for them."""
+    """Number of copies from or to pinned memory so far that were done after the call that asked for them."""
     return int(torch.get_device_module(KIND).native.late_copies())
 
 
 @contextmanager
 def doing_at_once() -> Iterator[None]:
-    """What the device is asked for in the block is done when it is asked for, as early as may be."""
+    """Run the device's work synchronously while the block runs, as early as possible."""
     native = torch.get_device_module(KIND).native
     native.set_eager(True)
     try:
@@ -67,7 +67,7 @@ def doing_at_once() -> Iterator[None]:
 
 
 class _DeviceModule(ModuleType):
-    """What torch and others ask of `torch.sealed`."""
+    """The interface that torch and other libraries use of `torch.sealed`."""
 
     def __init__(self, native: Any) -> None:
         super().__init__(f"torch.{KIND}")
@@ -108,7 +108,7 @@ class _DeviceModule(ModuleType):
         self.native.default_generator().set_state(state)
 
     def cudart(self) -> "_DeviceModule":
-        """CUDA's names for registering memory of the host's."""
+        """CUDA's interface to register host memory."""
         return self
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # noqa: N802
@@ -119,7 +119,7 @@ class _DeviceModule(ModuleType):
 
 
 def _library() -> Path:
-    """Where it is compiled to, apart for each torch and each state of the source."""
+    """Path of the compiled library: one for each version of torch and of the source."""
     digest = hashlib.sha256(_SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()
     return extension_folder() / f"{_NAME}-{digest[:16]}" / f"{_NAME}.so"
 

@@ -11,5 +11,5 @@ def chosen_seed() -> int:
 
 
 def examples(count: int) -> int:
-    """How many examples a property-based test takes: all with `scripts/test --all`, else a quarter, always the same."""
+    """Examples of a property-based test: all with a seed other than 0, else a quarter (at least 5), always the same."""
     return count if os.environ["FT_CKPT_SEED"] != "0" else max(count // 4, 5)

@@ -1,8 +1,8 @@
-"""A child process that hears signals, however the tests were started."""
+"""Child processes that receive signals, however the tests were started."""
 
 import signal
 
 
 def hear_interrupts() -> None:
-    """Hear SIGINT again, which a shell's background jobs ignore and their children, too; called in the child."""
+    """Reset SIGINT, which background jobs of a shell and their children ignore, to its default; called in the child."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

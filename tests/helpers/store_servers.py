@@ -1,7 +1,7 @@
-"""Object stores of other people, started on loopback: real servers and emulators, by the names of their commands.
+"""Third-party object stores, started on loopback by their commands: real servers and emulators.
 
-Each is a block that yields the URL of an empty bucket; the environment leads clients there while it runs. Where a
-command is not installed, `Absent` says what to install.
+Each yields the URL of an empty bucket; the environment points clients to it while the block runs. If a command is not
+installed, `Absent` says what to install.
 """
 
 import base64
@@ -32,7 +32,7 @@ class Absent(Exception):  # noqa: N818 - no error, a state of this machine
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """A port without a listener."""
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
@@ -40,7 +40,7 @@ def free_port() -> int:
 
 @contextmanager
 def _running(command: list[Any], log: Path) -> Iterator[None]:
-    """A process that is ended with the block."""
+    """Run a process until the block ends."""
     with log.open("wb") as output:
         process = subprocess.Popen([str(each) for each in command], stdout=output, stderr=output, cwd=log.parent)
     try:
@@ -75,7 +75,7 @@ def _listens(port: int) -> bool:
 
 @contextmanager
 def _told(prefix: str, **names: str) -> Iterator[None]:
-    """Those variables alone lead clients of that kind."""
+    """Set the environment variables of that prefix to these alone."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(f"{prefix}_")}
     told = {f"{prefix}_{name.upper()}": value for name, value in names.items()}
     with patch.dict(os.environ, {**kept, **told}, clear=True):
@@ -92,7 +92,7 @@ def _s3_at(port: int, key: str = KEY, secret: str = SECRET) -> Iterator[str]:
 
 
 def _make_s3_bucket(name: str) -> None:
-    """Ask for a bucket: the client cannot, but it signs a request that does."""
+    """Create a bucket: obstore cannot, but it signs a request that does."""
     import obstore
     from obstore.store import from_url
 
@@ -147,7 +147,7 @@ def running_azurite(folder: Path) -> Iterator[str]:
 
 
 def _make_container(endpoint: str) -> None:
-    """Ask for a container, signed as Azure has it."""
+    """Create a container, by a request with Azure's signature."""
     headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
     path = f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{BUCKET}\nrestype:container"
     kind = "application/octet-stream"

@@ -1,4 +1,4 @@
-"""A `Trainer` small enough to be run often, which records what each step saw and lost."""
+"""A small `Trainer` that records the batch and the loss of each step."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -65,7 +65,7 @@ class Stop(TrainerCallback):
 
 
 def model(kind: Any = "llama", seed: int = 0) -> Any:
-    """A model of that kind; one that is called makes it itself."""
+    """A model of that kind; a callable makes it itself."""
     torch.manual_seed(seed)
     if callable(kind):
         return kind()
@@ -74,14 +74,14 @@ def model(kind: Any = "llama", seed: int = 0) -> Any:
 
 
 def even_llama() -> Any:
-    """One whose rows divide by four ranks: FSDP2 computes with two copies of tied embeddings where they do not."""
+    """A Llama whose rows divide by four ranks: otherwise FSDP2 computes with two copies of tied embeddings."""
     return models.llama(attention_dropout=0.2, vocab_size=104)
 
 
 def trainer(
     folder: Path, callbacks: Any = (), kind: Any = "llama", seed: int = 0, cls: type = Recorded, **settings: Any
 ) -> Any:
-    """A trainer of 2 samples a batch for 2 epochs of 7 batches, saving at every step unless told otherwise."""
+    """A trainer of 2 samples a batch for 2 epochs of 7 batches, saving at every step by default."""
     names = ("train_dataset", "eval_dataset", "stop_after", "compute_metrics", "processing_class")
     own = {name: settings.pop(name) for name in names if name in settings}
     defaults = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "save_steps": 1, "save_strategy": "steps"}
@@ -92,7 +92,7 @@ def trainer(
 
 
 def ours(folder: Path, **settings: Any) -> Any:
-    """The same, saving and resuming through ft_ckpt."""
+    """Like `trainer`, saving and resuming through ft_ckpt."""
     told = {name: settings.pop(name) for name in ("keep", "dtype", "state", "on_resumed") if name in settings}
     return trainer(folder, [FtCkptCallback(on_difference="ignore", **told)], **settings)
 

@@ -60,7 +60,7 @@ def prepared(
     noisy: bool = False,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Trained:
-    """A fresh run, as a new process makes it; the process's random numbers are left anywhere."""
+    """A fresh run, as in a new process; the global generators are left in an arbitrary state."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     accelerator.gradient_state._set_sync_gradients(True)  # one object for all accelerators of a process
@@ -105,7 +105,7 @@ def learn(run: Trained, inputs: torch.Tensor) -> tuple[float, float]:
 
 
 def whole(folder: Path, **settings: Any) -> list[Any]:
-    """The run that nobody interrupts."""
+    """An uninterrupted run."""
     run = prepared(**settings)
     with CheckpointSaver(run.accelerator, folder, **QUIET) as saver:
         return train(run, saver)
@@ -121,7 +121,7 @@ def begin(folder: Path, batches: int, **settings: Any) -> list[Any]:
 
 
 def go_on(folder: Path, batches: int | None = None, **settings: Any) -> list[Any]:
-    """On from the newest checkpoint; with `batches` that many and another checkpoint."""
+    """Resume from the newest checkpoint; with `batches`, train that many and save again."""
     run = prepared(**settings)
     with CheckpointSaver(run.accelerator, folder, **QUIET) as saver:
         saver.resume("must")

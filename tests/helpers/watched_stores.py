@@ -1,4 +1,4 @@
-"""A bucket whose requests are seen one by one: counted, stopped, put in an order; and in which time passes."""
+"""A bucket with a hook at each request, to count, stop or order them; and with simulated time."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -14,11 +14,11 @@ Hook = Callable[[str, str], object]
 
 
 class Stopped(BaseException):
-    """What a process ends by, at a request: nothing catches it."""
+    """Ends a simulated process at a request: nothing catches it."""
 
 
 class Watch:
-    """What happens to the requests of the stores that it watches."""
+    """The hook for the requests of its stores, and the simulated age of their objects."""
 
     def __init__(self, hook: Hook = lambda call, where: None) -> None:
         self.hook = hook
@@ -28,14 +28,14 @@ class Watch:
         return WatchedStore(inner, self)
 
     def age(self, inner: Store, seconds: float) -> None:
-        """Let time pass: all that is there now was put so long ago."""
+        """Let time pass: make all present objects older."""
         for each in inner.list():
             key = (inner.where(each.name), each.version, each.modified)
             self.older[key] = self.older.get(key, 0) + seconds
 
 
 class WatchedStore(Wrapped):
-    """Tells the watch each request before it is made, by the name of the call and the URL."""
+    """Calls the watch's hook before each request, with the name of the call and the URL."""
 
     def __init__(self, inner: Store, watch: Watch) -> None:
         super().__init__(inner)
@@ -96,9 +96,9 @@ class _WatchedFile:
 
 
 def stopping_at(call: int, error: Callable[[], BaseException] = Stopped) -> tuple[Hook, Callable[[], bool]]:
-    """A hook that raises at the `call`-th request (1 is the first), and whether it came to that.
+    """A hook that raises at the `call`-th request (1 is the first), and a function that says whether it has raised.
 
-    A process that was stopped makes no more requests: what it tries in its `finally` fails alike.
+    A stopped process makes no more requests: those in its `finally` raise as well.
     """
     left = [call]
 
@@ -111,10 +111,10 @@ def stopping_at(call: int, error: Callable[[], BaseException] = Stopped) -> tupl
 
 
 def all_interleavings(actors: Callable[[], "list[Callable[[Hook], object]]"], check: Callable[[], object]) -> int:
-    """Run the `actors` in threads, one request at a time, in every order there is; `check` after each; how many.
+    """Run `actors` in threads, one request at a time, in every order, and `check` after each; the number of orders.
 
-    `actors` makes them anew for each order, with what they work on. One that lists again what it has just listed waits
-    for the others.
+    `actors` creates them and their data for each order. An actor that repeats a listing directly waits for the
+    others.
     """
     runs, prefixes = 0, list[tuple[int, ...]]([()])
     while prefixes:
@@ -127,7 +127,7 @@ def all_interleavings(actors: Callable[[], "list[Callable[[Hook], object]]"], ch
 
 
 class _Order:
-    """One order of requests: begins as `prefix` says, by the numbers of actors, then always the first that can go."""
+    """One order of requests: the actors in `prefix`, by number, then always the first that is ready."""
 
     def __init__(self, prefix: tuple[int, ...]) -> None:
         self.prefix, self.taken, self.could = prefix, list[int](), list[list[int]]()

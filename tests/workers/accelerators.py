@@ -1,6 +1,6 @@
 """Saves, resumes and loads of a model on an accelerator: the machine's with FT_CKPT_DEVICE=here, else the tests' own.
 
-What is on the disk is compared with what the same model makes of itself on the host.
+The files are compared with those of the same model saved from the host.
 """
 
 import copy
@@ -43,7 +43,7 @@ def device() -> torch.device:
 
 @contextmanager
 def later_copies() -> Iterator[None]:
-    """Something is copied after it was asked for; told of the tests' device alone."""
+    """Assert that something is copied after its call returned; checked on the tests' device alone."""
     before = 0 if IS_HERE else sealed_device.count_late_copies()
     yield
     assert IS_HERE or sealed_device.count_late_copies() > before
@@ -62,7 +62,7 @@ def replaced(place: Any, **names: Any) -> Iterator[None]:
 
 
 class Large(nn.Module):
-    """A tensor that travels in several pieces, one that is small, one that lies crosswise, and one of no elements."""
+    """A tensor that is copied in several pieces, a small one, a transposed one, and one without elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def network() -> nn.Module:
 def run_of(made: nn.Module, folder: Path, **settings: Any) -> tuple[nn.Module, Any, CheckpointSaver]:
     """The model on the device, with its optimizer and saver."""
     model = made.to(device())
-    kind = torch.optim.SGD if isinstance(made, Large) else torch.optim.AdamW  # each operator takes its time here
+    kind = torch.optim.SGD if isinstance(made, Large) else torch.optim.AdamW  # each operator is slow on this device
     optimizer = kind(model.parameters(), lr=1e-2, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
     saver = CheckpointSaver(None, folder, **{**QUIET, **settings})
     saver.register(model=model, optimizer=optimizer)
@@ -93,7 +93,7 @@ def run_of(made: nn.Module, folder: Path, **settings: Any) -> tuple[nn.Module, A
 
 
 def learn(model: nn.Module, optimizer: Any, number: int) -> float:
-    """A step; dropout takes its numbers from the device."""
+    """A step; dropout draws its numbers from the device's generator."""
     inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(number)).to(device())
     loss = model(inputs).square().mean()
     loss.backward()
@@ -134,7 +134,7 @@ def large_tensors(folder: Path) -> None:
 
 @harness.named
 def numbers_that_are_none(folder: Path) -> None:
-    """The check of values looks at those that have arrived."""
+    """The check for NaN reads values that have been copied."""
     model = Large().to(device())
     with CheckpointSaver(None, folder, nonfinite="raise", **QUIET) as saver:
         saver.save(model, folder / "sound")
@@ -157,7 +157,7 @@ def adapters(folder: Path) -> None:
 
 @harness.named
 def background(folder: Path) -> None:
-    """Steps go on beside two saves in a row; each has the values of the moment of its call."""
+    """Training continues during two saves in a row; each has the values of the moment of its call."""
     model, optimizer, saver = run_of(network(), folder, background=True)
     with saver:
         for number in range(3):
@@ -175,7 +175,7 @@ def background(folder: Path) -> None:
 
 @harness.named
 def background_before_the_copy(folder: Path) -> None:
-    """What the device was asked for before the call is in the copy, though it had done nothing of it by then."""
+    """Work queued on the device before the call is in the copy, although none of it was done by then."""
     model, optimizer, saver = run_of(Large(), folder, background=True)
     with saver:
         with torch.no_grad():
@@ -189,7 +189,7 @@ def background_before_the_copy(folder: Path) -> None:
 
 @harness.named
 def exact_memory(folder: Path) -> None:
-    """A large snapshot takes what it needs, pinned, and gives it back when the saver is closed."""
+    """A large snapshot allocates exactly what it needs, pinned, and frees it when the saver is closed."""
     given_back: list[int] = []
     drop = devices.RegisteredBlock.__del__
 
@@ -233,13 +233,13 @@ def resume(folder: Path) -> None:
 
 
 def small_blocks() -> Any:
-    """So many of them that each is filled several times."""
+    """Blocks so small that each is filled several times."""
     return replaced(file_io, read_ahead=partial(read_ahead, block_bytes=1 << 20))
 
 
 @harness.named
 def resume_large(folder: Path) -> None:
-    """Through pinned blocks that are filled again while the device copies from them."""
+    """Read through pinned blocks that are refilled while the device copies from them."""
     model, optimizer, saver = run_of(Large(), folder)
     with saver:
         model.step(optimizer)
@@ -291,7 +291,7 @@ def single_files(folder: Path) -> None:
 
 @harness.named
 def frozen_reuse(folder: Path) -> None:
-    """A frozen file is linked while the device's bytes are the same, and written anew when one has changed."""
+    """A frozen file is hard-linked while its bytes on the device are unchanged, and written again after a change."""
     for background in (False, True):
         reuse_frozen(folder / str(background), background=background)
 
@@ -316,7 +316,7 @@ def reuse_frozen(folder: Path, **settings: Any) -> None:
 
 @harness.named
 def two_ranks(folder: Path) -> None:
-    """Each rank writes its share of what all hold, from its own device; in the background, too."""
+    """Each rank writes its share of the replicated tensors, from its own device; in the background, too."""
     model, _, saver = run_of(Large(), folder, each_rank_writes="on", background=True, enter_timeout_seconds=60)
     with saver:
         saver.save(model, folder / "now", background=False)

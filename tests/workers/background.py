@@ -1,4 +1,4 @@
-"""Saves in the background on several ranks: the files that a save at that moment makes, and errors told on all."""
+"""Background saves on several ranks: the same files as a save at that moment, and errors raised on all ranks."""
 
 import json
 import sys
@@ -55,9 +55,9 @@ def begun(wrapper: str, folder: Path, **settings: Any) -> tuple[Live, Checkpoint
 
 @contextmanager
 def as_late_as_can_be(moved: threading.Event) -> Iterator[dict[bool, int]]:
-    """Threads copy when a step waits for them, which sets `moved`; what takes no notice of them is done by then.
+    """Delay copies in threads until a step waits for them, which sets `moved`: a step that does not wait comes first.
 
-    Gives the bytes of numbers that are copied (True: in a thread).
+    Yields the bytes of floating-point tensors that are copied (True: in a thread).
     """
     copy, hold, copied = background._copy_by_device, Snapshot._wait_for_copies, {True: 0, False: 0}
 
@@ -81,7 +81,7 @@ def as_late_as_can_be(moved: threading.Event) -> Iterator[dict[bool, int]]:
 
 
 def same_moment(wrapper: str, folder: Path) -> None:
-    """What is saved while two more steps are made is what was there before them, and the steps wait for it."""
+    """A save during two more steps has the values before them, and the steps wait for it."""
     moved = threading.Event()
     with as_late_as_can_be(moved) as copied:
         live, saver = begun(wrapper, folder)
@@ -158,7 +158,7 @@ CHANGES = [
 
 
 def inner_optimizer(live: Live) -> Any:
-    """The one with the state, in whatever Accelerate and DeepSpeed put around it."""
+    """The optimizer with the state, inside the wrappers of Accelerate and DeepSpeed."""
     optimizer = live.optimizer
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
@@ -200,7 +200,7 @@ def saved_bytes(folder: Path) -> dict[str, bytes]:
 
 @harness.named
 def muon(folder: Path) -> None:
-    """Muon moves its momentum before the optimizer inside ZeRO steps: nothing waits for that, all is copied at once."""
+    """Muon updates its momentum before ZeRO's inner optimizer steps, where no hook waits: all is copied at once."""
     moved = threading.Event()
     moved.set()
     with as_late_as_can_be(moved) as copied:
@@ -214,7 +214,7 @@ def muon(folder: Path) -> None:
 
 
 def done_at_once(saver: CheckpointSaver, live: Live, path: Path, **settings: Any) -> None:
-    """What is no save beside training is answered as one all the same."""
+    """A save that cannot run beside training returns a PendingSave that is done."""
     handle = saver.save(live.model, path, **settings)
     assert isinstance(handle, PendingSave)
     assert handle.done
@@ -224,7 +224,7 @@ def done_at_once(saver: CheckpointSaver, live: Live, path: Path, **settings: Any
 
 @harness.named
 def gathered(folder: Path) -> None:
-    """Where tensors must come to rank 0, they do before save() returns."""
+    """Tensors that must be gathered on rank 0 are gathered before save() returns."""
     live, saver = begun("fsdp2", folder, each_rank_writes="off")
     with saver:
         done_at_once(saver, live, folder / "saved")
@@ -247,7 +247,7 @@ def not_shared(folder: Path) -> None:
 
 @harness.named
 def few_meetings(folder: Path) -> None:
-    """Once all ranks are known to see the folder, they meet when the run is looked at, planned, written, committed."""
+    """Once all ranks are known to see the folder, they synchronise only at capture, plan, write and commit."""
     live, saver = begun("fsdp2", folder, each_rank_writes="on")
     met: list[str] = []
     real = Ranks.agree
@@ -308,7 +308,7 @@ def one_rank_fails(folder: Path) -> None:
 
 @harness.named
 def told_at_the_next_step(folder: Path) -> None:
-    """All ranks raise at the same step, though they know of it at different times."""
+    """All ranks raise at the same step, though they learn of the error at different times."""
     live, saver = begun("fsdp2", folder)
     real = broken()
     try:

@@ -1,4 +1,4 @@
-"""How ranks fail together: each case is a fault on one rank, and what every rank must see of it."""
+"""How ranks fail together: each case is a fault on one rank, and its required effect on every rank."""
 
 import contextlib
 import os
@@ -84,7 +84,7 @@ def different_arguments(folder: Path) -> None:
 
 @harness.named
 def what_follows_a_save(folder: Path) -> None:
-    """Only rank 0 calls functions of the script and pushes; the others go on."""
+    """Only rank 0 calls functions of the script and pushes; the others continue."""
     for background in (False, True):
         seen: list[Any] = []
         with serving_hub() as hub, using_hub(hub), saver(on_saved=seen.append, background=background) as made:
@@ -110,7 +110,7 @@ def error_on_one_rank(folder: Path) -> None:
 
 @harness.named
 def writer_raises(folder: Path) -> None:
-    """Rank 1 is in the middle of sending: it must come out, and the checkpoint of before must still be whole."""
+    """Rank 0 fails while rank 1 sends: rank 1 must stop sending, and the previous checkpoint must stay whole."""
     for name, model in {"replicated": models.build("wide"), "sharded": fsdp2(models.build("wide"))}.items():
         root = folder / name
         saver(directory=root).save(model, step=1)
@@ -135,7 +135,7 @@ def fails_to_write(model: nn.Module, root: Path, step: int) -> None:
 
 @harness.named
 def one_writer(folder: Path) -> None:
-    """No two ranks open the same file to write it, nor put one in place."""
+    """Only rank 0 opens files for writing, and puts them in place."""
     opened: set[str] = set()
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
@@ -157,7 +157,7 @@ def one_writer(folder: Path) -> None:
 
 @harness.named
 def overwriting(folder: Path) -> None:
-    """A hundred saves over one another, the ranks out of step: every one is there, whole, when `save` returns."""
+    """A hundred saves over one another, with the ranks out of step: each one is whole when `save` returns."""
     model, dice = nn.Linear(5, 3), random.Random(harness.RANK)
     keeper = saver()
     for step in range(100):
@@ -172,7 +172,7 @@ def overwriting(folder: Path) -> None:
 
 @harness.named
 def nothing_piles_up(folder: Path) -> None:
-    """Each rank takes out of the store what it put there, turns of a gather of many buckets included."""
+    """Each rank deletes its keys from the store, those of a gather with many buckets included."""
     live, keeper, keys = fsdp2(models.build("wide")), saver(each_rank_writes="off"), []
     for step in range(6):
         keeper.save(live.model, folder / "only", step=step)
@@ -191,7 +191,7 @@ def nothing_piles_up(folder: Path) -> None:
 
 @harness.named
 def large_answers(folder: Path) -> None:
-    """What ranks tell each other may be larger than one value of the store, and is taken out of it all the same."""
+    """Messages of ranks may be larger than one value of the store, and are deleted from it as well."""
     ranks, keys = current_ranks(), []
     for _ in range(4):
         told = {"text": "ä" * (3 << 20), "rank": harness.RANK}  # six characters each in JSON
@@ -208,7 +208,7 @@ def large_answers(folder: Path) -> None:
 
 @harness.named
 def slow_writer(folder: Path) -> None:
-    """The disk stalls for longer than the process group waits for anything."""
+    """The disk stalls for longer than the timeout of the process group."""
     for name, model in {"replicated": models.build("wide"), "sharded": fsdp2(models.build("wide"))}.items():
         with failing_writer(lambda: time.sleep(6)):
             saver().save(model, folder / name)

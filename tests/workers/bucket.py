@@ -1,5 +1,6 @@
-"""A run whose checkpoints are in a bucket, on ranks that have nothing else in common. A case is "exact/wrapper/model",
-or a function here; the variables of the environment lead to the bucket.
+"""A run whose checkpoints are in a bucket, on ranks that share nothing else.
+
+A case is "exact/wrapper/model", or a function here; environment variables point to the bucket.
 """
 
 import os
@@ -24,7 +25,7 @@ BUCKET = "s3://bucket"
 
 @harness.named
 def unseen(run: str) -> None:
-    """Rank 1 has no keys: rank 0 reads for it, and writes alone."""
+    """Rank 1 has invalid keys: rank 0 reads for it, and writes alone."""
     if harness.RANK:
         os.environ["AWS_ACCESS_KEY_ID"] = "WRONG"
     live = live_model("fsdp2", "llama")
@@ -61,7 +62,7 @@ def requests(run: str) -> None:
 
 @harness.named
 def background(run: str) -> None:
-    """The tensors of one moment, though training goes on; each file by a rank of its own."""
+    """A background save has the tensors of one moment, though training continues; each file is written by one rank."""
     live = live_model("fsdp2", "llama")
     written = []
     real = object_store.RemoteWriting.finish
@@ -92,7 +93,7 @@ def background(run: str) -> None:
 
 @harness.named
 def failing(run: str) -> None:
-    """A save that fails on rank 0 fails on all, and leaves nothing."""
+    """A save that fails on rank 0 fails on all, and leaves the old checkpoint whole."""
     live = live_model("ddp", "llama")
     with saver_of(live, run) as saver:
         train(live, saver, 0, 1)
@@ -104,7 +105,7 @@ def failing(run: str) -> None:
 
 @harness.named
 def modes(run: str) -> None:
-    """By mode, by name and by URL."""
+    """Resume by mode, by name and by URL."""
     live = live_model("ddp", "llama")
     with saver_of(live, run) as saver:
         assert saver.resume("auto").resumed_from is None

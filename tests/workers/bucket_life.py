@@ -1,4 +1,4 @@
-"""A run into a bucket that saves at every step, up to the step that is given, from wherever it is; settings as JSON.
+"""A run in a bucket that resumes and saves at every step, up to a given one. Arguments: that step, settings as JSON.
 
 Prints each step and its losses as JSON, or 0 and the error that ends it.
 """

@@ -18,7 +18,7 @@ from ft_ckpt.errors import RankError, RanksDisagreeError
 
 
 def sharded(folder: Path) -> None:
-    """Inside, FSDP2 parameters are shards again, though an evaluation left the outermost ones whole."""
+    """Inside a closure, FSDP2 parameters are sharded again, though an evaluation left those of the root unsharded."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     fully_shard(model[0])
     fully_shard(model)
@@ -50,7 +50,7 @@ def sharded(folder: Path) -> None:
 
 
 def clocks(_folder: Path) -> None:
-    """Clocks of ranks differ: rank 0's is everyone's."""
+    """Clocks of ranks differ: rank 0's decides."""
     every = Every(minutes=1e-9 if harness.RANK == 0 else 1e9)
     function = checkpoint_closure(every=every)(str)
     assert [function(call) for call in range(2)] == ["0", "1"]

@@ -1,4 +1,4 @@
-"""What a save costs: bytes moved between ranks, and memory above what the process held."""
+"""Cost of a save: bytes moved between ranks, and peak memory above that before."""
 
 import threading
 import time
@@ -39,7 +39,7 @@ def _size(argument: Any) -> int:
 
 
 def peak_memory(action: Callable[[], Any]) -> int:
-    """Bytes by which the process grew at most while `action` ran, sampled every millisecond."""
+    """Peak growth of the process in bytes while `action` ran, sampled every millisecond."""
     before, peak, done = _resident(), 0, threading.Event()
 
     def watch() -> None:

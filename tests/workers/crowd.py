@@ -1,8 +1,8 @@
-"""Many ranks in few processes: each is a thread with a client of its own, all of one store, as of a real launch.
+"""Many ranks in few processes: each is a thread with its own client of one store, that of a real launch.
 
-They save a run twice, and resume it; "meetings" are those alone, of what one rank of each process has looked up for
-all of them. Rank 0 has the first process for itself, so what that takes is what a rank takes. Arguments: the folder of
-the run, the file for the figures of each process, the number of ranks, "whole" or "meetings".
+They save a run twice, and resume it. With "meetings" they only exchange their messages, about a plan that one rank of
+each process has made for all. Rank 0 has the first process for itself, so the cost of that process is that of a rank.
+Arguments: the folder of the run, the file for the figures of each process, the number of ranks, "whole" or "meetings".
 """
 
 import ctypes
@@ -68,7 +68,7 @@ class CountingStore:
 
 
 def ranks_here(timeout_seconds: float = 600.0, channel: str = "") -> Ranks:
-    """What `current_ranks` is to a thread: its own."""
+    """Replacement of `current_ranks`: the ranks of this thread."""
     found: dict[str, Ranks] = _here.ranks
     if channel not in found:
         first = found[""]
@@ -78,7 +78,7 @@ def ranks_here(timeout_seconds: float = 600.0, channel: str = "") -> Ranks:
 
 
 def run_rank(rank: int, size: int, live: Any, together: threading.Barrier, figures: dict[str, Any]) -> None:
-    """One rank's life."""
+    """Run all phases as one rank."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     plain = TCPStore(*address, size, False, timedelta(seconds=600), wait_for_workers=False)
     counts: Counter[str] = Counter()
@@ -105,7 +105,7 @@ def meet_all(store: TCPStore, phase: str, size: int) -> None:
 
 
 def live_whole(folder: Path, phase: str) -> None:
-    """What a rank does in a phase."""
+    """The save or resume of a rank in a phase."""
     if phase == "resume":
         assert not saver_of(folder).resume("must").report.problems
         return
@@ -115,7 +115,7 @@ def live_whole(folder: Path, phase: str) -> None:
 
 
 def live_meetings(folder: Path, own: tuple[SaveRequest, LocalState, StagedSave], phase: str) -> None:
-    """Its meetings, by the functions that hold them."""
+    """The exchanges of a phase alone, by the functions that make them."""
     ranks, (request, local, staged) = _here.ranks[""], own
     random.seed(ranks.rank)
     tree = state.flatten_tree(rng.capture_generators(), "rng", False)[0]
@@ -136,7 +136,7 @@ def live_meetings(folder: Path, own: tuple[SaveRequest, LocalState, StagedSave],
 
 
 def looked_up(folder: Path) -> tuple[SaveRequest, LocalState, StagedSave]:
-    """What the meetings are of: a request, the state of its run, its plan."""
+    """The data of the exchanges: a request, the state of its run, its plan."""
     folder.mkdir(parents=True, exist_ok=True)
     alone = Ranks(0, 1)
     _here.ranks = {"": alone}
@@ -170,14 +170,14 @@ def saver_of(folder: Path) -> CheckpointSaver:
 
 
 def end_process(failed: threading.ExceptHookArgs) -> None:
-    """One that fails ends all: the others would wait for it."""
+    """End the process when one thread fails: the others would wait for it."""
     traceback.print_exception(failed.exc_value)
     sys.stderr.flush()
     os._exit(1)
 
 
 def take_ranks() -> None:
-    """Let every module of ours ask this one which rank it is."""
+    """Replace `current_ranks` in all of our modules."""
     for module in [*sys.modules.values()]:
         if getattr(module, "current_ranks", None) is current_ranks and module is not sys.modules[__name__]:
             module.current_ranks = ranks_here  # type: ignore[attr-defined]
@@ -193,7 +193,7 @@ if __name__ == "__main__":
     mine = [0] if not number else range(number, size, processes - 1)
     libc = ctypes.CDLL(None)
     libc.prctl(41, 1, 0, 0, 0)  # no large pages: a thread would have some of its own
-    libc.mallopt(-8, 2)  # and the arenas of two
+    libc.mallopt(-8, 2)  # and at most two malloc arenas
     threading.stack_size(1 << 19)
     threading.excepthook = end_process
     together, figures = threading.Barrier(len(mine)), {"ranks": len(mine)}
@@ -204,4 +204,4 @@ if __name__ == "__main__":
     for thread in threads:
         thread.join()
     output.with_suffix(f".{number}").write_text(json.dumps(figures))
-    os._exit(0)  # clients are many, and nobody is left to be told that they go
+    os._exit(0)  # without closing the many clients

@@ -37,7 +37,7 @@ def live_model(wrapper: str, model: str) -> Live:
 
 
 def same_files(wrapper: str, model: str, folder: Path, **settings: Any) -> None:
-    """Tensors as small as these come to rank 0 where they are no rows, or are written in runs of any length."""
+    """Shards of tensors this small are gathered on rank 0 unless they are rows; or written in runs of any length."""
     ways = {"usual": files.LEAST_RUN_BYTES, **({"in_runs": 1} if "tensor" in wrapper else {})}
     for place, least in ways.items():
         files.LEAST_RUN_BYTES, usual = least, files.LEAST_RUN_BYTES
@@ -92,14 +92,14 @@ def not_shared(folder: Path) -> None:
 
 
 def full_or_slow(full: bool, slow_seconds: float) -> None:
-    """What a write meets on a full disk, and on one that takes its time."""
+    """Act as a full disk, or as a slow one."""
     if full:
         raise OSError(errno.ENOSPC, "No space left on device")
     time.sleep(slow_seconds)
 
 
 def full_disk(wrapper: str, model: str, rank: int, each: str, folder: Path) -> None:
-    """One rank's disk fills up: the others stop, all say the same, nothing is committed, what was there stays."""
+    """One rank's disk fills up: the others stop, all raise the same error, nothing is committed, old files stay."""
     live = live_model(wrapper, model)
     saver = CheckpointSaver(live.accelerator, folder, each_rank_writes=each, io_block_bytes=1 << 16, **SHORT)
     with faults.writes() as whole:
@@ -131,7 +131,7 @@ def shared_out(folder: Path) -> None:
 
 @harness.named
 def waits_for_room(folder: Path) -> None:
-    """A disk that was full for a while on one rank: all try again."""
+    """A disk that was full for a while on one rank: all ranks retry."""
     live = live_model("fsdp2", "qwen3")
     saver = CheckpointSaver(live.accelerator, folder, each_rank_writes="on", when_full="wait", **SHORT)
     real, tries = LocalStore.allocate, []

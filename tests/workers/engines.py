@@ -1,4 +1,4 @@
-"""What the engines see and gather, case by case, against the state dict before wrapping."""
+"""Tensors found and gathered under each engine, compared with the state dict before wrapping."""
 
 import sys
 import time
@@ -115,7 +115,7 @@ def shards_not_copies() -> None:
 
 
 def comparing() -> None:
-    """`equal` tells one bit apart, wherever the shards lie."""
+    """`are_equal` finds one changed element, wherever the shards are."""
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(5, 7))
     model[1].load_state_dict(model[0].state_dict())
     with torch.no_grad():
@@ -136,7 +136,7 @@ def bounded() -> None:
 
 
 def handed_over() -> None:
-    """A gathered state dict is on rank 0 alone, the others have None; none on rank 0 is an error on all."""
+    """Rank 0 alone has a gathered state dict, the others pass None; None on rank 0 is an error on all."""
     model = fsdp2(build())
     full = full_state_dict(model)
     folder = Path(sys.argv[1]) / "handed"
@@ -147,7 +147,7 @@ def handed_over() -> None:
 
 
 def gathering_fails() -> None:
-    """Rank 0 fails between two tensors; the others learn it at once, not when their patience ends."""
+    """Rank 0 fails between two tensors; the others learn of it at once, not at their timeout."""
     begun, ranks = time.monotonic(), current_ranks(60)
     feed = stream_chunks(list(ModelTensors(fsdp2(build())).sources().values()), ranks, 64)
     error: BaseException | None = None
@@ -164,7 +164,7 @@ def gathering_fails() -> None:
 
 
 def tied_copies() -> None:
-    """Tied once they are cut, of rows that do not divide, FSDP2 computes with two copies on the rank that is short."""
+    """If tied after sharding, with uneven rows, FSDP2 computes with two copies on the rank that has fewer rows."""
     for rows, is_apart in ((2 * WORLD, False), (2 * WORLD - 1, RANK == WORLD - 1)):
         model = nn.Sequential(nn.Embedding(rows, 4), nn.Linear(4, rows, bias=False))
         mesh = init_device_mesh("cpu", (WORLD,))
@@ -184,7 +184,7 @@ def tied_copies() -> None:
 
 
 def cut_by_auto_tp() -> nn.ModuleDict:
-    """Layers of all kinds, two of which are cut in a way that is not told."""
+    """AutoTP layers of all kinds, two of which are sharded in an undescribed way."""
     import deepspeed
     from deepspeed.module_inject import layers
     from deepspeed.module_inject.tp_shard import AutoTPMeta
@@ -208,7 +208,7 @@ def cut_by_auto_tp() -> nn.ModuleDict:
 
 
 def layers_of_auto_tp() -> None:
-    """Uneven parts, packed tensors and whole biases against DeepSpeed's own gather; what it does not tell is named."""
+    """Uneven parts, packed tensors and whole biases equal DeepSpeed's own gather; undescribed shards are named."""
     model = cut_by_auto_tp()
     refused = r"other_sizes\.weight.*tensors of other sizes in one.*other_axis\.weight"
     with pytest.raises(IncompleteError, match=refused):

@@ -27,7 +27,7 @@ LIST = "moe.deepspeed_moe.experts.deepspeed_experts"
 
 
 class Mixed(nn.Module):
-    """A layer of experts between two others; every expert is of its number."""
+    """A layer of experts between two others; the values of an expert depend on its number alone."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def engine_of(model: nn.Module) -> Any:
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
     config["zero_optimization"] = {"stage": int(STAGE[:1])}
     config["bf16"] = {"enabled": IS_HALF}
-    config["data_types"] = {"grad_accum_dtype": "fp32"} if STAGE == "1bf16" else {}  # an optimizer class of its own
+    config["data_types"] = {"grad_accum_dtype": "fp32"} if STAGE == "1bf16" else {}  # another optimizer class
     groups = configure_moe_param_groups([*model.parameters()])
     adam = torch.optim.AdamW(groups, lr=0.01)
     return deepspeed.initialize(model=model, optimizer=adam, config=config)[0]
@@ -103,7 +103,7 @@ def names_of_groups(engine: Any) -> set[str]:
 
 
 def resumed(size: int, folder: Path) -> Any:
-    """A new engine with nothing in its memory but what the checkpoint has."""
+    """A new engine, zeroed and then resumed from the checkpoint."""
     engine = engine_of(Mixed(size))
     with torch.no_grad():
         for parameter in engine.parameters():
@@ -125,7 +125,7 @@ def state_of(engine: Any, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def take(size: int, folder: Path) -> None:
-    """Each rank reads its own experts, of whatever group had saved them."""
+    """Each rank reads its own experts, whichever group size they were saved with."""
     left = Path(os.environ["LEFT"])
     engine, local = resumed(size, left), EXPERTS // size
     checkpoint = next((left / "run").glob("checkpoint-*"))
@@ -145,7 +145,7 @@ def take(size: int, folder: Path) -> None:
 
 
 def refuse(size: int, folder: Path) -> None:
-    """What is no list of experts has no numbers, and before the engine there are no groups."""
+    """Experts outside of a list have no numbers, and before the engine there are no groups: both are refused."""
     model = Mixed(size)
     with pytest.raises(IncompleteError, match=rf"{LIST}\.0\.weight.*experts of this rank alone \(ep_size_{size}\)"):
         ModelTensors(model).sources()

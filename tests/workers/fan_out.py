@@ -1,4 +1,4 @@
-"""Resume with fan_out="broadcast": rank 0 reads what all ranks hold whole, and what goes wrong is known to all.
+"""Resume with fan_out="broadcast": rank 0 reads the replicated tensors, and all ranks learn of an error.
 
 A case is "same/wrapper/model" or one of the functions here.
 """
@@ -21,7 +21,7 @@ from ft_ckpt.errors import LoadError, RankError
 from ft_ckpt.storage import read_ahead as reading
 from ft_ckpt.training import restore, resume
 
-BUCKET = 1 << 16  # the least there is: many buckets even for a tiny model
+BUCKET = 1 << 16  # the minimum: many buckets even for a tiny model
 
 
 def saver_of(live: Live, folder: Path, **settings: Any) -> CheckpointSaver:
@@ -70,7 +70,7 @@ def count_common(asked: list[str]) -> None:
 
 @harness.named
 def cut_short(folder: Path) -> None:
-    """Rank 0 cannot read on in the middle of it: every rank says so, at once."""
+    """Rank 0 fails in the middle of reading: every rank reports it, at once."""
     left("ddp", "llama", folder)
     if harness.RANK == 0:
         real = reading.read_ahead
@@ -104,7 +104,7 @@ def another_model(folder: Path) -> None:
 
 @harness.named
 def gone_before_reading(folder: Path) -> None:
-    """One rank fails before it reads anything: the others are told of it, not left to their time-out."""
+    """One rank fails before it reads anything: the others learn of it before their timeout."""
     left("ddp", "llama", folder)
     fresh = live_model("ddp", "llama", seed=1)
     real = resume.items_in_saved_order
@@ -132,7 +132,7 @@ def no_memory(folder: Path) -> None:
 
 @harness.named
 def fewer_readings(folder: Path) -> None:
-    """One rank finds that nothing fits and goes on without the others: they notice."""
+    """One rank finds that nothing fits and does not take part in the reading: the others notice."""
     left("ddp", "llama", folder)
     fresh = live_model("ddp", "llama", seed=1)
     real = resume.restore_weights
@@ -145,7 +145,7 @@ def fewer_readings(folder: Path) -> None:
 
 
 def goes_on(live: Live, folder: Path) -> None:
-    """The ranks are in step again."""
+    """Check that the ranks are in step again."""
     with saver_of(live, folder, fan_out="broadcast") as saver:
         assert saver.resume("must").step == 2
 

@@ -1,7 +1,7 @@
-"""A run whose ranks have a disk each: only rank 0 has its checkpoints, and every rank resumes all the same.
+"""A run whose ranks have separate disks: only rank 0 has its checkpoints, and every rank resumes from them.
 
-A case is "exact/wrapper/model", "take/wrapper/model" (of what $LEFT has on rank 0's disk) or a function here. What is
-private is the folder each rank runs in, by a path that is spelled the same on all of them.
+A case is "exact/wrapper/model", "take/wrapper/model" (of the run in $LEFT, on rank 0's disk) or a function here. The
+private disk of a rank is its working directory, under a path that is the same on all ranks.
 """
 
 import os
@@ -29,7 +29,7 @@ HERE = Path("/proc/self/cwd")
 
 @harness.named
 def other_checkpoints(folder: Path) -> None:
-    """Rank 1 has checkpoints of another run, of the same name and of a later step: rank 0's is the run's."""
+    """Rank 1 has checkpoints of another run, one with the same name and one with a later step: rank 0's is resumed."""
     other = live_model("ddp", "llama", seed=5)
     with saver_of(other, HERE) as keeper:
         keeper.save_state(path=HERE / "checkpoint-7")
@@ -43,7 +43,7 @@ def other_checkpoints(folder: Path) -> None:
 
 
 def left() -> dict[str, torch.Tensor]:
-    """A run of two steps with a checkpoint where rank 0 is; its weights."""
+    """Leave a run of two steps with a checkpoint on rank 0's disk; return its weights."""
     live = live_model("ddp", "llama")
     with saver_of(live, HERE) as keeper:
         train(live, keeper, 0, 2)
@@ -69,7 +69,7 @@ def resumed(expected: dict[str, torch.Tensor], far: bool = True) -> None:
 
 @harness.named
 def of_accelerate(folder: Path) -> None:
-    """A folder of save_state, of which each disk has what its rank wrote."""
+    """A folder of save_state; each disk has the files that its rank wrote."""
     live = live_model("ddp", "llama")
     for step in range(2):
         live.step(models.batch(seed=step))
@@ -105,7 +105,7 @@ def copies(folder: Path) -> None:
 
 @harness.named
 def unreadable(folder: Path) -> None:
-    """Rank 0 cannot read on: every rank says so, at once."""
+    """A read of rank 0 fails: every rank raises at once."""
     live = live_model("fsdp2", "llama")
     with saver_of(live, HERE) as keeper:
         train(live, keeper, 0, 2)
@@ -159,7 +159,7 @@ def case(name: str, folder: Path) -> None:
         left = Path(os.environ["LEFT"])
         if harness.RANK == 0:
             shutil.copytree(left, private, dirs_exist_ok=True)
-        else:  # what is compared with lies on every disk
+        else:  # every disk has the expected values
             for file in ("truth.safetensors", "moments.safetensors"):
                 shutil.copy(left / file, private)
         os.environ["LEFT"] = str(HERE)

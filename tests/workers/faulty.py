@@ -34,7 +34,7 @@ from ft_ckpt.checkpoint.guards import pin, pin_reason
 from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.errors import CheckpointError, TargetError
 
-SHORT = 9999  # as faulty.c has it: a write takes half of what it is given
+SHORT = 9999  # as in faulty.c: a write takes half of its bytes
 CODES = {name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EINTR", "EMFILE", "ESTALE", "EACCES", "EROFS")} | {
     "short": SHORT
 }
@@ -49,7 +49,7 @@ def arm(folder: Path, number: int, code: int, on: bool) -> None:
 
 
 class Two(nn.Module):
-    """Two tensors of which each save has other values."""
+    """Two tensors, with different values for each save."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def background(folder: Path, value: int) -> None:
 
 
 def direct(folder: Path, value: int) -> None:
-    """Two ranks, each of which writes what it holds; the calls of rank 0 are those that fail."""
+    """Two ranks that each write their share; only calls of rank 0 fail."""
     store = folder.with_name(f"{folder.name}.store-{time.monotonic_ns()}")
     said = in_processes([partial(direct_rank, rank, store, folder, value) for rank in (0, 1)])
     store.unlink(missing_ok=True)
@@ -155,7 +155,7 @@ CASES = {
 
 
 def prepared(case: str, folder: Path) -> None:
-    """What a trial begins with: the older one, and files of others beside and inside."""
+    """Set up a trial: the older checkpoint or file, and foreign files beside and inside it."""
     folder.mkdir()
     (folder / "mine.txt").write_text("mine")
     CASES[case](folder, 0)
@@ -164,7 +164,7 @@ def prepared(case: str, folder: Path) -> None:
 
 
 def check(case: str, folder: Path, *, left: bool = False) -> str:
-    """What is not whole, or not there any more; with `left` it may wait in a hidden folder for the next save."""
+    """Damaged and lost files; with `left`, a foreign file may be in a hidden folder until the next save."""
     lost = [
         f"{path}: lost" for path in notes(folder) if not is_mine(path) and not (left and is_kept(folder, path.name))
     ]
@@ -199,7 +199,7 @@ def listing(folder: Path) -> list[str]:
 
 
 def trial(case: str, folder: Path, number: int, code: int, on: bool, expected: list[str]) -> str:
-    """What is wrong about one save whose call `number` fails; "" when all is as it should be."""
+    """Problem of one save whose call `number` fails; "" if there is none."""
     said = run(case, folder, 1, number, code, on)
     where = f"{case}, {_shim.faulty_failed().decode()} {number}"
     if said.startswith("foreign"):
@@ -242,12 +242,12 @@ def run(case: str, folder: Path, value: int, number: int, code: int, on: bool) -
 
 
 def forked(work: Callable[[], str], seconds: int = 150) -> str:
-    """What `work` returns in a process of its own, or how that ended; ranks that it starts are given up before it."""
+    """The result of `work` in its own process, or how that ended; ranks that it starts have a shorter timeout."""
     return in_processes([work], seconds)[0]
 
 
 def in_processes(works: list[Callable[[], str]], seconds: int = 60) -> list[str]:
-    """What each of `works` returns in a process of its own, at the same time, or how that ended and where it was."""
+    """The results of `works`, each in its own process at the same time, or how that ended and its stacks."""
     ended = []
     with tempfile.TemporaryFile() as stacks:
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
@@ -268,7 +268,7 @@ def in_processes(works: list[Callable[[], str]], seconds: int = 60) -> list[str]
 
 
 def waiting_of(process: int) -> str:
-    """What each thread of a process waits for in the kernel, and how busy the machine is: a slow disk is no hang."""
+    """Kernel wait of each thread of a process, and the load of the machine: they tell a slow disk from a hang."""
     threads = sorted(Path(f"/proc/{process}/task").iterdir())
     told = [f"{one.name}: {(one / 'stat').read_text().split()[2]} {(one / 'wchan').read_text()}" for one in threads]
     pressure = [one.read_text().splitlines()[0] for one in Path("/proc/pressure").glob("io")]  # not on every machine
@@ -276,7 +276,7 @@ def waiting_of(process: int) -> str:
 
 
 def start(work: Callable[[], str]) -> tuple[int, int]:
-    """The number of the process that does `work`, and the end of a pipe that it writes what comes of it to."""
+    """Fork a process that does `work`; return its id, and the read end of a pipe for its result."""
     end, into = os.pipe()
     child = os.fork()
     if child:
@@ -292,7 +292,7 @@ def start(work: Callable[[], str]) -> tuple[int, int]:
 
 
 def measured(case: str, folder: Path) -> tuple[int, list[str]]:
-    """How many calls a save makes, and what is there after it and another one."""
+    """The number of calls of a save, and the files after it and another one."""
 
     def count() -> str:
         said = run(case, folder, 1, 0, 0, False)
@@ -306,7 +306,7 @@ def measured(case: str, folder: Path) -> tuple[int, list[str]]:
 
 
 def campaign(root: Path, cases: list[str], most: int, seed: int) -> dict[str, object]:
-    """Try `most` of the faults there are in each case; all of them when it is 0."""
+    """Try `most` faults of each case; all of them if it is 0."""
     chances, wrong, tried = random.Random(seed), [], {}
     for case in cases:
         origin = root / "origin"

@@ -25,7 +25,7 @@ from ft_ckpt.checkpoint import checks
 from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.errors import CheckpointError
 
-checks.PAUSES_SECONDS = (0.0, 0.0)  # faults that last would wait at each trial
+checks.PAUSES_SECONDS = (0.0, 0.0)  # lasting faults would wait at each trial
 
 
 def prepare(folder: Path) -> None:
@@ -51,7 +51,7 @@ def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def said_of(value: object) -> str:
-    """A value in words: equal words for equal tensors."""
+    """A text for a value: equal texts for equal tensors."""
     if isinstance(value, torch.Tensor):
         return (
             f"{value.dtype}{tuple(value.shape)}{value.double().sum().item()!r}{value.double().square().sum().item()!r}"
@@ -110,19 +110,19 @@ READS = {
 
 
 class Heard(logging.Handler):
-    """What was logged as a warning or worse."""
+    """Collects log messages of level WARNING and above."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one line."""
+        """Keep one message."""
         self.lines.append(record.getMessage())
 
 
 def trial(case: str, folder: Path, number: int, code: int, on: bool) -> str:
-    """What a read gives whose call `number` fails, or the error it ends with."""
+    """JSON of a read whose call `number` fails: its value or error, its number of calls, and its warnings."""
     heard = Heard()
     logging.getLogger("ft_ckpt").addHandler(heard)
     with warnings.catch_warnings(record=True) as warned:
@@ -144,7 +144,7 @@ def trial(case: str, folder: Path, number: int, code: int, on: bool) -> str:
 
 
 def campaign(root: Path, cases: list[str], most: int, seed: int) -> dict[str, object]:
-    """Try `most` of the faults there are in each case; all of them when it is 0."""
+    """Try `most` faults of each case; all of them if it is 0."""
     chances, wrong, tried = random.Random(seed), [], {}
     folder = root / "reads"
     assert not (said := forked(lambda: prepare(folder) or "")), said
@@ -171,7 +171,7 @@ def campaign(root: Path, cases: list[str], most: int, seed: int) -> dict[str, ob
 
 
 def judged(said: str, expected: str) -> str:
-    """What is wrong: another error than ours, or other values without a word."""
+    """The problem: an error that is not ours, or wrong values without a warning."""
     if not said.startswith("["):
         return said
     found, _, told = json.loads(said)

@@ -29,7 +29,7 @@ def case(name: str, folder: Path) -> None:
 
 def with_torch(wrapper: str, model: nn.Module, folder: Path) -> None:
     live = WRAPPERS[wrapper](model)
-    # Tensor parallelism shares one batch; what is not cut would differ between the ranks otherwise.
+    # Tensor parallelism needs one batch: unsharded tensors would differ between the ranks otherwise.
     live.step(models.batch(seed=0 if wrapper == "tensor_parallel" else harness.RANK))
     inner = live.model
     weights = get_model_state_dict(inner)
@@ -60,7 +60,7 @@ def with_deepspeed(model: nn.Module, stage: int, half: bool, folder: Path) -> No
 
 
 def master(tensor: torch.Tensor) -> torch.Tensor:
-    """The value DeepSpeed trains: in float32 where it is trained, else as it is."""
+    """The float32 master of a trained tensor; any other tensor as it is."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 

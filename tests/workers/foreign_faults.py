@@ -1,11 +1,11 @@
-"""Files of other libraries that are missing, cut, exchanged, or no files.
+"""Files of other libraries that are missing, cut, exchanged, or not regular files.
 
 `python foreign_faults.py READERS SEED EACH FOLDER` converts the sources of the READERS (names with commas between)
 with one fault each: EACH trials of every reader, chosen by SEED, or all there are if EACH is 0.
 
 Prints "begin READER FILE FAULT" before each trial and "end" with the outcome after it: "whole" (the result equals that
-of the source without a fault), "refused", "changed" (other values, or tensors missing), "indistinguishable" (the same,
-where nothing in the files could tell), or "foreign" with an error that is not ours. A trial that takes over
+of the source without a fault), "refused", "changed" (other values, or tensors missing), "indistinguishable" (changed,
+but the files cannot show it), or "foreign" with an error that is not ours. A trial that takes over
 LIMIT_SECONDS ends the process.
 """
 
@@ -78,7 +78,7 @@ def foreign_hdf5(path):
 
 
 def sharded(format_name, suffix):
-    """A folder of Hugging Face with an index of shards."""
+    """A folder as of Hugging Face, with an index of shards."""
 
     def make(folder):
         save(state(), folder / "whole.safetensors")
@@ -138,7 +138,7 @@ def deepspeed(stage):
 
 
 def chunked_orbax(folder):
-    """As orbax writes it without one store for all, each array in several chunks."""
+    """As orbax writes it without a common store, each array in several chunks."""
     import tensorstore
 
     tree = {}
@@ -202,9 +202,9 @@ READERS = {
     "tensorflow shards": tensorflow(True),
 }
 NEEDED = {"orbax": "tensorstore", "tensorflow": "tensorflow"}  # libraries, by the first word of a reader
-# Nothing in these files says which of the folder's files they are; what is in their place is theirs.
+# These files do not identify themselves: one in the place of another cannot be detected.
 EXCHANGEABLE = ("dcp", "lightning folder", "orbax folders", "orbax chunks")
-# All bytes of these that matter are under checksums, but for the files named.
+# All relevant bytes of these are under checksums, except in files with the given ending.
 SUMMED = {"torch": "", "lightning": "", "sharded torch": ".json", "dcp": ".metadata", "lightning folder": ".metadata",
           "deepspeed 2": "", "deepspeed 3": "", "keras": "", "tensorflow": "", "tensorflow shards": ".json"}  # fmt:skip
 IN_FOLDER_ONLY = ("dcp", "lightning folder", "deepspeed", "orbax", "tensorflow")  # no links out of it are followed
@@ -215,7 +215,7 @@ def usable(name):
     return library is None or importlib.util.find_spec(library) is not None
 
 
-# Faults: each leaves one file otherwise
+# Faults: each changes one file
 
 
 def replace(path, content):

@@ -50,7 +50,7 @@ def same_calls(folder: Path) -> None:
 
 @harness.named
 def grown(folder: Path) -> None:
-    """What one rank saved."""
+    """Two ranks resume what one rank saved."""
     _, frontier = begin(folder)
     assert frontier.counts["trained"] == 6
     assert [ticket.key for ticket in frontier.take(3)] == [0, 7, 8]

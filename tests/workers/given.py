@@ -1,6 +1,6 @@
-"""What the scripts on each page take for granted: tiny models, what trains them, and runs that were there before.
+"""Names and files that the scripts on each page assume: tiny models, their training objects, and earlier runs.
 
-A function for each page, called by the page's name with the number of the script on it; it gives the names.
+One function per page, by the page's name: it takes the number of the script on it, and returns the names.
 """
 
 import copy
@@ -31,7 +31,7 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver
 
 GPUS = ("gpu-1", "gpu-2", "gpu-3")  # hosts with a server, on the page of publishing
-_open = ExitStack()  # as long as the process
+_open = ExitStack()  # until the process ends
 calls: list[int] = []  # one for each batch that a model of `parts` was trained on
 
 
@@ -52,7 +52,7 @@ def on_readme(script: int) -> dict[str, Any]:
 
 
 def on_page(_: int) -> dict[str, Any]:
-    """What a test has put together of the README's lines."""
+    """Names for a page that a test assembles from the README's lines."""
     return {**on_readme(0), "calls": calls}
 
 
@@ -149,7 +149,7 @@ def on_publish(script: int) -> dict[str, Any]:
 
 
 def on_writers(script: int) -> dict[str, Any]:
-    """The processes beside the one that the page shows, and what its third script has made."""
+    """Start the processes beside the page's own, and return the names that its third script needs."""
 
     def provide(index: int | None) -> None:
         with ft_ckpt.Writer("runs/grpo", "replay" if index is None else "rollout", index=index) as writer:
@@ -239,7 +239,7 @@ def on_open_instruct(script: int) -> dict[str, Any]:
 
 
 def on_grpo_state() -> dict[str, Any]:
-    """A DeepSpeed engine of one rank, and the folder that open-instruct's trainer has left of its second step."""
+    """A DeepSpeed engine of one rank, and the folder that open-instruct's trainer leaves after its second step."""
     import deepspeed
 
     os.environ["LOCAL_RANK"] = "0"
@@ -266,7 +266,7 @@ def on_grpo_state() -> dict[str, Any]:
 
 
 class EarlyStopping:
-    """Something of a script's own that is resumed with it."""
+    """An object of the script with a state dict."""
 
     best = 1.0
 
@@ -278,7 +278,7 @@ class EarlyStopping:
 
 
 def parts(model: Any) -> dict[str, Any]:
-    """A model with its tokenizer and what trains it; seven batches a pass."""
+    """A model with tokenizer, optimizer, loader and scheduler; seven batches a pass."""
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
     loader: Any = DataLoader(trainers.Sentences(noise=False), batch_size=2, shuffle=True)
     model.register_forward_pre_hook(lambda *_: calls.append(1) if model.training else None)
@@ -288,7 +288,7 @@ def parts(model: Any) -> dict[str, Any]:
 
 
 def prepared(model: Any) -> dict[str, Any]:
-    """The same as Accelerate has prepared it."""
+    """`parts`, prepared by Accelerate."""
     names, accelerator = parts(model), Accelerator()
     for name in ("model", "optimizer", "loader", "scheduler"):
         names[name] = accelerator.prepare(names[name])

@@ -1,4 +1,4 @@
-"""What every worker does: run named cases on each rank, and note how each one ended.
+"""Main loop of every worker: run named cases on each rank, and record how each one ended.
 
 Arguments of a worker: the folder to save into, the folder for outcomes, the cases to run.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def arm_dump() -> None:
-    """Let all stacks be printed if this process is still there shortly before it would be killed."""
+    """Print all stacks if this process still runs shortly before its timeout."""
     faulthandler.dump_traceback_later(float(os.environ.get("STACKS_AFTER", "100")), exit=False)
 
 
@@ -28,7 +28,7 @@ NAMED: dict[str, Callable[[Path], None]] = {}
 
 
 def named(case: Callable[[Path], None]) -> Callable[[Path], None]:
-    """A case that is asked for by the name of its function."""
+    """Register a case under the name of its function."""
     NAMED[case.__name__] = case
     return case
 

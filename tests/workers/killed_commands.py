@@ -1,8 +1,8 @@
-"""Commands in processes of their own that are stopped or killed at a chosen call, forked from one that has all loaded.
+"""Commands in forked processes that are stopped or killed at a chosen call; their parent has all modules loaded.
 
-Run with `faulty.c` preloaded; what has to be loaded beside is given as an argument. Each line of the input is a command
-as JSON. The answers are lines, too: the process number, "stopped" each time the process stops, which it does before it
-begins, and how it ended as JSON.
+Run with `faulty.c` preloaded; the arguments are further modules to load. Each line of the input is a command as JSON.
+The responses are lines, too: "ready" at first; then, for a command, the process id, "stopped" each time the process
+stops, which it does before it begins, and how it ended as JSON.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ _shim = ctypes.CDLL(None)
 Action = Callable[[Path, str], object]  # given a folder of its own, and the folder or URL to write to
 
 
-# What is there before
+# Initial states
 
 
 def checkpoint(target: Path, step: int, *, fill: int = 0, **facts: Any) -> None:
@@ -94,7 +94,7 @@ def some_there(root: Path, there: str) -> None:
 
 
 def one_there(root: Path, there: str) -> None:
-    """A checkpoint to be overwritten; in a folder with a file of somebody else's."""
+    """A checkpoint to be overwritten; on a disk, with a foreign file in its folder."""
     run_of_two(root, there)
     ft_ckpt.copy(root / "run" / "checkpoint-1", f"{there}/out")
     if "://" not in there:
@@ -129,7 +129,7 @@ def nothing(root: Path, there: str) -> None:
     (root / "mine.txt").write_text("mine")
 
 
-# What is done
+# Commands
 
 
 def raise_first(problems: tuple[str, ...]) -> None:
@@ -245,7 +245,7 @@ COMMANDS: dict[str, tuple[Action, Action]] = {
 
 
 def serve(answers: TextIO) -> None:
-    """Answer until there are no more lines."""
+    """Run the commands until the input ends."""
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -264,12 +264,12 @@ def serve(answers: TextIO) -> None:
 
 
 def _act(tell: int, command: str, step: int, root: str, there: str, call: int, environment: dict[str, str]) -> int:
-    """Prepare (`step` 0) or do (1) the command; the exit status."""
-    _shim.faulty_arm(b"", ctypes.c_long(0), 0, 0)  # ends what was asked of the last process
+    """Prepare (`step` 0) or run (1) the command; return the exit status."""
+    _shim.faulty_arm(b"", ctypes.c_long(0), 0, 0)  # disarms the shim of the last process
     os.environ.update(environment)
     tempfile.tempdir = str(Path(root, "tmp"))
     Path(tempfile.tempdir).mkdir(exist_ok=True)
-    os.kill(os.getpid(), signal.SIGSTOP)  # until its number is known
+    os.kill(os.getpid(), signal.SIGSTOP)  # until its id is known
     with ExitStack() as stack:
         stack.callback(_shim.faulty_disarm)
         _shim.faulty_arm(os.fsencode(root), ctypes.c_long(call), STOP, 0)
@@ -286,7 +286,7 @@ def _act(tell: int, command: str, step: int, root: str, there: str, call: int, e
 
 if __name__ == "__main__":
     stream = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries is not a response
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for module in (*LOADED, *sys.argv[1:]):

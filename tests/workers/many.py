@@ -1,4 +1,4 @@
-"""Real FSDP2 and ZeRO-3 layouts of a few ranks of a thousand: a process group that pretends takes one process."""
+"""Real FSDP2 and ZeRO-3 layouts of a few of a thousand ranks, by a fake process group in one process."""
 
 import sys
 from types import SimpleNamespace
@@ -52,7 +52,7 @@ def compare(rank):
 
 
 def compare_in_bulk(tensors):
-    """What is worked out once for all that are alike is what each is told by itself."""
+    """Layouts computed once per group of similar tensors equal those of each tensor by itself."""
     found = wrappers.layouts_of(tensors)
     assert found == [wrappers.layout_of(tensor) for tensor in tensors]
     assert wrappers.have_data(tensors) == [True] * len(tensors)

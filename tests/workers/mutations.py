@@ -1,8 +1,8 @@
 """Damaged inputs for some readers, one after the other: `python mutations.py GROUP[,GROUP] SEED FIRST END FOLDER`.
 
-Says "begin GROUP/N" before each input, and after it "end" with what came of it and when: "whole", "refused", "memory"
-(refused, for want of it), or "foreign" with the error, or with the time or the memory that it took, also of processes
-it started. An input that ends the process, or takes over STEP_SECONDS of processor time, is the last that began.
+Prints "begin GROUP/N" before each input, then "end" with its outcome and seconds: "whole", "refused", "memory" (refused
+for lack of it), or "foreign" with the error, or with the time or the memory used, by child processes, too. An input
+that ends the process, or takes over STEP_SECONDS of CPU time, is the last that began.
 """
 
 import json
@@ -35,7 +35,7 @@ from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER, read_document
 
 LIBRARIES = Path(__file__).parents[1] / "golden/libraries"
 STEP_SECONDS = 10
-WAIT_SECONDS = 100  # by the clock, on a machine that may have much else to do
+WAIT_SECONDS = 100  # wall time, on a machine that may be busy
 MOST_BYTES = 1 << 30
 ODD = [
     *(None, True, -1, 0, 1 << 31, 1 << 40, 1 << 62, 1 << 70, 1e999, -0.5, "", "x", "\ud800"),
@@ -66,7 +66,7 @@ def mutated(content, dice):
     data = bytearray(content)
     for _ in range(dice.choice([1, 1, 2, 8])):
         way, at = dice.randrange(4), dice.randrange(len(data))
-        if dice.random() < 0.7:  # where files say what they hold
+        if dice.random() < 0.7:  # where headers and footers are
             at = dice.choice([at % 2048, len(data) - 1 - at % 2048]) % len(data)
         if way == 0:
             data[at] ^= 1 << dice.randrange(8)
@@ -116,7 +116,7 @@ def use(found):
 
 
 def both(path):
-    """As an object and as tensors to convert."""
+    """Read as an object, and as the source of a conversion."""
     with ExitStack() as stack:  # all are tried, and the last error is raised
         for read in (lambda: use(load(path)), lambda: use(load(path, map_location="cpu")), lambda: tensors(path)):
             stack.callback(read)
@@ -169,7 +169,7 @@ def golden(name):
 
 
 def crafted_index(folder):
-    """A file of ours whose index is odd and has the right digest."""
+    """A file of ours with a mutated index under a valid digest."""
     save(nested(), folder / "x.h5", compression="zstd")
     content = (folder / "x.h5").read_bytes()
     _, data_start, start, *_ = struct.unpack(tensor_file._FOOTER, content[-64:-8])
@@ -186,7 +186,7 @@ def crafted_index(folder):
 
 
 def crafted_chunks(folder):
-    """Compressed chunks that are damaged and have the right checksum, for the filters themselves."""
+    """Damaged compressed chunks, given to the filters directly: no checksum stops them."""
     from ft_ckpt.formats.hdf5_compressed import Codec, decode_chunk, encode_chunk
 
     data = np.random.default_rng(0).integers(0, 9, 1 << 14, np.uint8).tobytes() + bytes(1 << 14)
@@ -205,7 +205,7 @@ def crafted_chunks(folder):
 
 
 def crafted_header(folder):
-    """A safetensors file whose header is odd."""
+    """A safetensors file with a mutated header."""
     save(nested(), folder / "x.safetensors")
     content = (folder / "x.safetensors").read_bytes()
     size = int.from_bytes(content[:8], "little")
@@ -221,7 +221,7 @@ def crafted_header(folder):
 
 
 def moved(path):
-    """A file of ours whose index is not trusted, so that the HDF5 library meets the damage."""
+    """A file of ours whose index is not trusted, so that the HDF5 library reads the damage."""
     save(nested(), path)
     path.write_bytes(path.read_bytes() + b"x")
 

@@ -1,8 +1,8 @@
 """A run on nodes that share no disk: each rank has a file system of its own at the path of the run.
 
-A case is "leave/WHERE" or "take/WHERE", on any number of ranks: the run is in a bucket, or at the same path of every
-node, where the first one's is kept from one launch to the next. What all share is what the test compares with. NODES
-names the processes that keep namespaces of nodes, on which the ranks are then spread; else each rank is a node.
+A case is "leave/WHERE", "take/WHERE" or "cut/WHEN". WHERE: the run is in a bucket, or at the same path of every node,
+where the first one's is kept between launches. The folder SHARED, which all see, has the expected values. NODES names
+the processes that keep the namespaces of nodes, over which the ranks are spread; without it each rank is a node.
 """
 
 import faulthandler
@@ -36,13 +36,13 @@ DISK = SHARED / "disk"
 NODES = json.loads(os.environ.get("NODES", "[]"))
 NODE = harness.RANK * (len(NODES) or harness.WORLD) // harness.WORLD  # the number of this rank's
 PLACES = {"bucket": "s3://bucket/run", "disk": DISK / "run"}
-TOLD_OF = {  # each rank; None: it has all that it needs
+TOLD_OF = {  # error of each rank; None: it has all its data
     "early": ("receiving tensors of rank 1: ", "sending tensors to rank 0: "),
     "late": (None, "store of the process group has not answered"),
 }
-PATIENCE = 4.0  # of a saver
+PATIENCE = 4.0  # enter_timeout_seconds of a saver
 MODEL = "llama"
-SECONDS = float(os.environ.get("SECONDS", "60"))  # that collectives and the store wait
+SECONDS = float(os.environ.get("SECONDS", "60"))  # timeout of collectives and of the store
 
 
 def leave(where: str) -> None:
@@ -65,7 +65,7 @@ def leave(where: str) -> None:
 
 
 def take(where: str) -> None:
-    """The run goes on, whatever the number of ranks."""
+    """The run resumes on any number of ranks."""
     live = live_model("fsdp2", MODEL, seed=1)
     with saver_of(live, PLACES[where]) as saver:
         progress = saver.resume("must")
@@ -81,7 +81,7 @@ def take(where: str) -> None:
 
 
 def cut(when: str) -> None:
-    """The link goes down before tensors come to rank 0, or after its commit: all are told within the time-outs."""
+    """The link goes down before rank 0 receives tensors, or after its commit: ranks learn of it within the timeouts."""
     live, place = live_model("fsdp2", MODEL), PLACES["disk"]
     saver = CheckpointSaver(live.accelerator, place, enter_timeout_seconds=PATIENCE, on_difference="ignore")
     saver.register(model=live.model, optimizer=live.optimizer)

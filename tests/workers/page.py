@@ -1,6 +1,6 @@
-"""Do what a page says, one block after the other, in a folder of its own. A case is the page's path in the repository.
+"""Run the blocks of a page in order, in a folder of its own. A case is the page's path in the repository.
 
-A case that has a `page.md` in its folder is done by that one.
+If the folder of a case has a `page.md`, that page is run instead.
 """
 
 import io
@@ -29,7 +29,7 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 def do(name: str, folder: Path) -> None:
-    """The blocks of a page, script by script, each in a process of its own."""
+    """Run the scripts of a page, each in its own process."""
     page = folder / "page.md"
     blocks = blocks_of(page if page.exists() else ROOT / name)
     numbers = accumulate(block.begins_script for block in blocks)  # of the script that each block is of
@@ -41,7 +41,7 @@ def do(name: str, folder: Path) -> None:
 
 
 def run_script(blocks: list[Block], number: int) -> int:
-    """Run blocks that share their names, after what their page takes for granted."""
+    """Run blocks that share a namespace, which begins with the names that their page assumes."""
     names = {"__name__": "__main__", **(names_for(blocks[0].page, number) if blocks else {})}
     for block in blocks:
         if block.language == "python" and block.title:
@@ -72,7 +72,7 @@ def run_python(block: Block, names: dict[str, Any]) -> str:
 
 
 def run_command(block: Block, line: str, *, shown: bool = False) -> str:
-    """What a command prints; it must succeed unless the page shows what it says."""
+    """The output of a command; it must succeed unless the page shows its output."""
     words = shlex.split(line, comments=True)
     if words[0] == "ft-ckpt":
         code, output = in_child(lambda: run_ft_ckpt(words))

@@ -1,4 +1,4 @@
-"""An accelerator that offers less, whose checkpoints are right all the same; and what is wrong where nobody waits."""
+"""Backends with fewer features, whose checkpoints are right all the same; and wrong bytes without the waits."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,7 +30,7 @@ def without_streams(folder: Path) -> None:
 
 @harness.named
 def without_events(folder: Path) -> None:
-    """A backend whose streams and events are not there yet: all is waited for at once."""
+    """A backend without streams and events: each copy is waited for at once."""
 
     def refuse(*_: Any) -> None:
         raise NotImplementedError("no such thing here")
@@ -41,7 +41,7 @@ def without_events(folder: Path) -> None:
 
 @harness.named
 def without_waits(folder: Path) -> None:
-    """A backend that has both, and waits for the whole device alone."""
+    """A backend whose streams and events cannot wait: only the whole device can be synchronised."""
 
     class Poor:
         def synchronize(self, *_: Any) -> None:
@@ -61,7 +61,7 @@ def without_waits(folder: Path) -> None:
 
 @harness.named
 def without_registration(folder: Path) -> None:
-    """A backend that refuses memory, one that has no such call, and one that pins nothing."""
+    """A backend that refuses to register memory, one without that call, and one that cannot pin memory."""
     module = torch.get_device_module(device())
     with replaced(type(module), cudaHostRegister=lambda *_: 2):
         rounds(folder / "refused")
@@ -80,7 +80,7 @@ def without_registration(folder: Path) -> None:
 
 
 def rounds(folder: Path) -> None:
-    """Saved, saved in the background, loaded and resumed."""
+    """Save, save in the background, load and resume."""
     model, optimizer, saver = run_of(Large(), folder, background=True)
     with saver:
         model.step(optimizer)
@@ -97,7 +97,7 @@ def rounds(folder: Path) -> None:
 
 @harness.named
 def nobody_waits(folder: Path) -> None:
-    """The tests' device shows what the lines that wait are for: without them poison is saved."""
+    """Without the wait for copies, poison is saved: the tests' device shows that the wait is needed."""
     model = Large().to(device())
     with replaced(devices.Moment, await_done=lambda _: None):
         ft_ckpt.save({"table": model.table.detach()}, folder / "table.h5")
@@ -106,7 +106,7 @@ def nobody_waits(folder: Path) -> None:
 
 @harness.named
 def nobody_keeps_blocks(folder: Path) -> None:
-    """Likewise: blocks that are filled again too soon bring other tensors' bytes."""
+    """Likewise: blocks that are refilled too soon give bytes of other tensors."""
     table = torch.randn(LARGE, generator=torch.Generator().manual_seed(2))
     ft_ckpt.save({"table": table}, folder / "table.h5")
     with replaced(devices.PinnedBlocks, await_block=lambda *_: None), small_blocks():
@@ -116,7 +116,7 @@ def nobody_keeps_blocks(folder: Path) -> None:
 
 @harness.named
 def nobody_marks_the_moment(folder: Path) -> None:
-    """Likewise: a stream that does not begin after the moment of the call copies what was there before it."""
+    """Likewise: a stream that does not begin after the moment of the call copies older values."""
     model, _, saver = run_of(Large(), folder, background=True)
     with replaced(background, record_moment=lambda where: devices.Moment(where, None)), saver:
         with torch.no_grad():

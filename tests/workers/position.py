@@ -1,8 +1,8 @@
 """Ranks that read data together: interrupted and resumed, and resumed by another number of ranks.
 
-Cases: "same/NAME"; "save/NAME" leaves in the folder STATES what checkpoints of a run hold, and the order of its
-samples; "load/NAME/RANKS" goes on from what RANKS ranks left; "go/NAME/STEPS/BATCH" goes on from what the launch before
-it left, for so many steps with batches of that size, and leaves what it was given in NAME.json.
+Cases: "same/NAME"; "save/NAME" writes the states of a run's checkpoints, and the order of its samples, to the folder
+STATES; "load/NAME/RANKS" continues from the states of RANKS ranks; "go/NAME/STEPS/BATCH" continues from the previous
+launch, for so many steps with batches of that size, and writes the samples to NAME.json.
 """
 
 import json
@@ -81,7 +81,7 @@ def together(batch: torch.Tensor, name: str) -> list[int]:
 
 
 def order(feed: DataPosition, name: str, after_step: Callable[[int], None] = lambda step: None) -> list[list[int]]:
-    """The samples of each pass that is left."""
+    """The samples of each remaining pass."""
     passes: list[list[int]] = []
     while feed.epoch < 3:
         if name == "distributed":
@@ -172,7 +172,7 @@ def go(name: str, steps: int, batch: int) -> None:
 
 
 def goes_on(whole: list[int], found: list[int]) -> bool:
-    """Whether `found` is `whole`, but for what the last batches of all ranks are filled up with."""
+    """True if `found` is `whole`, followed only by the samples that fill up the last batches of all ranks."""
     return found[: len(whole)] == whole and len(found) < len(whole) + BATCH * WORLD
 
 

@@ -13,7 +13,7 @@ publishing._RESUME_PAUSE_SECONDS = 0.01
 
 
 def serve() -> None:
-    """Answer each line with the number of the process, and with how it ended."""
+    """Print the process id for each line, and then its exit status."""
     for line in sys.stdin:
         asked = json.loads(line)
         pid = os.fork()

@@ -20,7 +20,7 @@ from ft_ckpt import CheckpointSaver
 
 @harness.named
 def merged_from_ddp(folder: Path) -> None:
-    """The same model as from the adapter's files, and the live model is as it was."""
+    """A merged save equals a merge of the adapter's files, and does not change the live model."""
     accelerator = Accelerator(cpu=True)
     base, out = folder / "base", folder / "out"
     if harness.RANK == 0:

@@ -1,4 +1,4 @@
-"""What every rank should hold alike, and does not: under DDP, FSDP2, in the foreground and in the background."""
+"""Replicas that differ between ranks: under DDP, FSDP2, in the foreground and in the background."""
 
 import sys
 from datetime import timedelta
@@ -60,7 +60,7 @@ def counting(wrap: Any) -> Live:
 
 
 def local_model() -> Live:
-    """As LocalSGD leaves it between two averages: no rank knows of the others."""
+    """As LocalSGD leaves it between two averages: without communication of the ranks."""
     return counting(lambda model: model)
 
 
@@ -79,7 +79,7 @@ def same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> N
 
 
 def no_mixture(folder: Path, background: bool, flipped: int | None) -> None:
-    """Of what has come apart, wherever in it, the checkpoint has rank 0's alone, and says so."""
+    """Of a diverged replica, wherever it differs, the checkpoint has rank 0's values alone, with a note."""
     live = WRAPPERS["ddp"](models.build("wide"))
     name, tensor = max(live.model.module.named_parameters(), key=lambda item: item[1].numel())
     with torch.no_grad():
@@ -99,7 +99,7 @@ def no_mixture(folder: Path, background: bool, flipped: int | None) -> None:
 
 @harness.named
 def alike(folder: Path) -> None:
-    """Nothing is said where all hold the same; statistics that DDP sends from rank 0 count as the same."""
+    """Equal replicas give no note; statistics that DDP broadcasts from rank 0 count as equal."""
     live = counting(DistributedDataParallel)
     steps(live, 0, 2)
     assert not torch.equal(live.model.module.norm.running_mean, of_rank_0(live.model.module.norm.running_mean))
@@ -144,7 +144,7 @@ RUNS = {"local": lambda model: model, "statistics": statistics, "ignoring": igno
 
 
 def each_its_own(folder: Path, way: str, background: bool) -> None:
-    """A run goes on with what each rank had of its own: weights, moments, statistics."""
+    """A run resumes with each rank's own weights, moments and statistics."""
     live = counting(RUNS[way])
     steps(live, 0, 3)
     with saver_of(live, folder) as saver:
@@ -164,7 +164,7 @@ def each_its_own(folder: Path, way: str, background: bool) -> None:
 
 @harness.named
 def left(folder: Path) -> None:
-    """For another number of ranks."""
+    """Save a state for another number of ranks."""
     live = local_model()
     steps(live, 0, 3)
     with saver_of(live, folder) as saver:
@@ -175,7 +175,7 @@ def left(folder: Path) -> None:
 
 @harness.named
 def again_and_alike(folder: Path) -> None:
-    """One saver, of one structure: apart, averaged, apart again; each checkpoint has what its moment had."""
+    """One saver, one structure: replicas diverge, are averaged, diverge again; each save has its moment's values."""
     live = local_model()
     with saver_of(live, folder, background=True) as saver:
         for step in range(4):
@@ -196,7 +196,7 @@ def again_and_alike(folder: Path) -> None:
 
 
 class Layers(nn.Module):
-    """Two layers whose parameters have other shapes each, one of them with fewer rows than there are ranks."""
+    """Two layers whose parameters have distinct shapes, one of them with fewer rows than there are ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def hybrid(model: nn.Module) -> nn.Module:
 
 
 def placed(model: nn.Module) -> nn.Module:
-    """Shards with replicas in one mesh, replicas on all ranks, and shards of meshes that know nothing of each other."""
+    """Shards with replicas in one mesh, replicas on all ranks, and shards of unrelated meshes."""
     mesh = grid()
     layouts = {
         "first.weight": (mesh, [Replicate(), Shard(1)]),
@@ -232,7 +232,7 @@ PARTS = {"hsdp": lambda model: fully_shard(model, mesh=grid()), "hybrid": hybrid
 
 
 def layers(way: str, seed: int = 0) -> Live:
-    """A model whose parts are on two ranks each, or more; after two steps that are the same on all."""
+    """A model whose shards are on two or more ranks each, after two steps that are the same on all."""
     torch.manual_seed(seed)
     model = PARTS[way](Layers())
     live = Live(model, adam(model))
@@ -249,7 +249,7 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 def parts_held(live: Live) -> dict[str, torch.Tensor]:
-    """What this rank has of weights and moments."""
+    """This rank's shards of weights and moments."""
     tensors = {}
     for name, parameter in live.model.named_parameters():
         tensors[name] = local(parameter.detach()).clone()
@@ -258,7 +258,7 @@ def parts_held(live: Live) -> dict[str, torch.Tensor]:
 
 
 def part_changed(live: Live, name: str, rank: int) -> None:
-    """One element of a parameter and of its moments on one rank."""
+    """Change one element of a parameter and of its moments on one rank."""
     parameter = next(p for n, p in live.model.named_parameters() if name in n)
     with torch.no_grad():
         for tensor in (parameter, *[value for value in live.optimizer.state[parameter].values() if value.dim()]):
@@ -267,7 +267,7 @@ def part_changed(live: Live, name: str, rank: int) -> None:
 
 
 def parts(folder: Path, way: str, background: bool) -> None:
-    """Of a part that several ranks have, the first one's is stored; a run goes on with each rank's own."""
+    """Of a shard with replicas, the first one is stored; a run resumes with each rank's own."""
     live = layers(way)
     expected = truth(live)
     with saver_of(live, folder, background=background) as saver:
@@ -305,7 +305,7 @@ def parts(folder: Path, way: str, background: bool) -> None:
 
 @harness.named
 def other_parts(folder: Path) -> None:
-    """Ranks that hold other parts than before have the first rank's, and it is said on all of them."""
+    """Ranks with other shards than before get the first rank's values, with a note on all of them."""
     live = layers("hsdp")
     part_changed(live, "first.weight", 3)
     with saver_of(live, folder) as saver:
@@ -321,7 +321,7 @@ def other_parts(folder: Path) -> None:
 
 
 def settings(folder: Path, background: bool) -> None:
-    """Hyperparameters and counts of an optimizer that are another rank's own, for as long as they are."""
+    """Hyperparameters and counts of an optimizer that differ between ranks are noted as long as they differ."""
     live = local_model()
     first = live.model.first.weight
     with saver_of(live, folder, background=background) as saver:
@@ -358,7 +358,7 @@ def settings(folder: Path, background: bool) -> None:
 
 @harness.named
 def experts(folder: Path) -> None:
-    """DeepSpeed's experts have the same names on all ranks, and are others on each."""
+    """DeepSpeed's experts have the same names on all ranks, but different values."""
     model = local_model().model
     for parameter in model.last.parameters():
         parameter.allreduce, parameter.group_name = False, "ep_size_2"
@@ -371,7 +371,7 @@ def experts(folder: Path) -> None:
 
 @harness.named
 def one_sided(folder: Path) -> None:
-    """An object that one rank alone has registered, or has of another kind."""
+    """An object that only one rank has registered, or that is of another kind on one rank."""
     live = local_model()
     average = torch.optim.swa_utils.AveragedModel(live.model)
     for background in (False, True):

@@ -1,7 +1,7 @@
 """Save a run and resume it: in the same launch (exact), or in another one under another wrapper (leave, take).
 
-A case is "exact/wrapper/model", "leave/wrapper/model" or "take/wrapper/model"; takers find what was left in $LEFT.
-"move/wrapper/model" takes up what accelerate's own save_state has left.
+A case is "ACTION/wrapper/model" with an action of `case`. "take" finds the run that "leave" has left in $LEFT.
+"move" resumes from a folder of accelerate's own save_state.
 """
 
 import os
@@ -45,7 +45,7 @@ def saver_of(live: Live, folder: Path | str, **settings: Any) -> CheckpointSaver
 
 
 def train(live: Live, saver: CheckpointSaver, first: int, count: int) -> list[float]:
-    """Losses of steps on data that differs by step and rank, and on random numbers drawn beside it."""
+    """Losses of steps on data that differs by step and rank, each plus a random number."""
     rank = 0 if hasattr(next(live.model.parameters()), "placements") else harness.RANK  # tensor parallel: one input
     losses = []
     for step in range(first, first + count):
@@ -101,7 +101,7 @@ def damaged(wrapper: str, model: str, folder: Path) -> None:
 
 
 def seen(wrapper: str, model: str, folder: Path) -> None:
-    """One rank alone reads another byte, wherever it is in what both read: all ranks take the older checkpoint."""
+    """One rank alone reads a wrong byte, at several places of a file: all ranks take the older checkpoint."""
     live, run = live_model(wrapper, model), folder / "run"
     with saver_of(live, run, each_rank_writes="on") as saver:
         for step in range(2):
@@ -149,7 +149,7 @@ def unread(wrapper: str, model: str, folder: Path) -> None:
 
 
 def counted(wrapper: str, model: str, folder: Path) -> None:
-    """Ranks read the files of tensors once, all together, digests included."""
+    """Together, the ranks read each tensor file once, digests included."""
     live, run = live_model(wrapper, model), folder / "run"
     with saver_of(live, run, each_rank_writes="on") as saver:
         train(live, saver, 0, 1)
@@ -174,7 +174,7 @@ def counted(wrapper: str, model: str, folder: Path) -> None:
 
 
 def flip_last_byte(file: Path) -> None:
-    """On rank 0, when all ranks have come, and before any goes on."""
+    """Done on rank 0, between two barriers."""
     dist.barrier()
     if harness.RANK == 0:
         content = bytearray(file.read_bytes())
@@ -231,7 +231,7 @@ def moments(_wrapper: str, _model: str, folder: Path) -> None:
 
 
 def move(wrapper: str, model: str, folder: Path) -> None:
-    """What accelerate's save_state has left of a run under DDP, taken up under `wrapper`."""
+    """Resume under `wrapper` from a folder that accelerate's save_state wrote under DDP."""
     live = live_model("ddp", model)
     for step in range(2):
         live.step(models.batch(seed=97 * step + harness.RANK))
@@ -253,7 +253,7 @@ def move(wrapper: str, model: str, folder: Path) -> None:
 
 
 def into(wrapper: str, model: str, folder: Path) -> None:
-    """Weights alone go into the wrapped model, on each rank what it holds; not where masters would overwrite them."""
+    """`load_model(into=)` fills each rank's shards; it is refused where DeepSpeed's masters would overwrite them."""
     plain = models.build(model, 5)
     CheckpointSaver().save(plain, folder / "out")
     live = live_model(wrapper, model, seed=1)
@@ -268,7 +268,7 @@ def into(wrapper: str, model: str, folder: Path) -> None:
 
 
 def optimizer_state(live: Live) -> dict[str, torch.Tensor]:
-    """The optimizer's tensors, whole, on rank 0; checked against torch's own gather where that works."""
+    """The optimizer's tensors, whole, on rank 0."""
     items = run_items(None, {"model": live.model, "optimizer": live.optimizer})
     items = [item for item in items if item.kind == "optimizer"]
     found = known_sources(walk_models(live.model, items), items)

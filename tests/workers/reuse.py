@@ -1,4 +1,4 @@
-"""Frozen tensors are taken over by all ranks or by none."""
+"""Frozen files are reused by all ranks or by none."""
 
 import sys
 from datetime import timedelta
@@ -70,7 +70,7 @@ def only_what_changed(wrapper: str, each: str, folder: Path) -> None:
 
 @harness.named
 def one_rank_changed(folder: Path) -> None:
-    """What one rank alone knows to have changed is written by all, and by the next save taken over again."""
+    """A change that only one rank sees makes all write the file; the next save reuses it again."""
     live = live_model("fsdp2")
     saver = saver_of(live, folder, "on")
     saver.save(live.model, step=1)
@@ -88,7 +88,7 @@ def one_rank_changed(folder: Path) -> None:
 
 @harness.named
 def other_writers(folder: Path) -> None:
-    """Rank 0 does not compare what all ranks wrote, nor all ranks what rank 0 wrote, if tensors may not move."""
+    """Rank 0 does not compare files that all ranks wrote, nor all ranks those of rank 0: tensors would have to move."""
     live = live_model("fsdp2")
     rank_0, all_ranks = saver_of(live, folder, "off"), saver_of(live, folder, "on")
     with rank_0, all_ranks:

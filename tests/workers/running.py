@@ -24,7 +24,7 @@ SHORT = {"enter_timeout_seconds": 30, **QUIET}
 
 @harness.named
 def one_signal(folder: Path) -> None:
-    """Rank 1 alone is told to end; both save the same step and exit with its code."""
+    """Rank 1 alone gets a signal; both save the same step and exit with its code."""
     run = prepared()
     with CheckpointSaver(run.accelerator, folder, every=Every(), **SHORT) as saver:
         with pytest.raises(SystemExit) as end:
@@ -58,7 +58,7 @@ def by_the_clock(folder: Path) -> None:
 
 @harness.named
 def by_a_metric(folder: Path) -> None:
-    """Each rank has a loss of its own: rank 0's counts."""
+    """The ranks' losses differ: rank 0's decides."""
     run = prepared()
     with CheckpointSaver(run.accelerator, folder, every=Every(best=("loss", "min"), signals=()), **SHORT) as saver:
         reports = [saver.step({"loss": value * (1 - 2 * harness.RANK)}) for value in (3.0, 2.0, 4.0, 1.0)]
@@ -76,7 +76,7 @@ def incomplete_fsdp2(folder: Path) -> None:
 
 
 def incomplete(wrapper: str, folder: Path) -> None:
-    """Saved after each batch of an accumulated step and resumed, the next losses are the same bits."""
+    """Saved after each batch of an accumulated step and resumed, the next losses are equal to the bit."""
     live = accumulating(wrapper, 0)
     expected = []
     with CheckpointSaver(live.accelerator, folder, **SHORT) as saver:
@@ -158,7 +158,7 @@ def by_hand(wrapper: str, folder: Path, *, unsynced: bool = False) -> None:
 
 @harness.named
 def unlike(folder: Path) -> None:
-    """What fails on one rank alone is raised on all, and named."""
+    """A failure on one rank alone is raised on all, and names that rank."""
     run = prepared()
     saver = CheckpointSaver(run.accelerator, folder, **SHORT)
     saver.save_state()

@@ -36,7 +36,7 @@ def live_model(wrapper: str, model: str) -> Live:
 
 
 def save(live: Live, folder: Path, tokenizer: Any = None, **settings: Any) -> None:
-    """What was saved, with what should have been beside it."""
+    """Save the model, and write the expected parameters beside it."""
     with CheckpointSaver(live.accelerator, tokenizer=tokenizer, enter_timeout_seconds=60) as saver:
         report = saver.save(live.model, folder / "saved", **settings)
     assert report.path == folder / "saved", report
@@ -50,7 +50,7 @@ def write_truth(live: Live, folder: Path) -> None:
 
 
 def plain_save(live: Live, folder: Path, settings: Settings) -> None:
-    """Twice, with a step between: the second save has the plan of the first, and the tensors of its own moment."""
+    """Save twice with a step between: the second save has the tensors of its own moment."""
     with CheckpointSaver(live.accelerator, tokenizer=models.tokenizer(), enter_timeout_seconds=60) as saver:
         saver.save(live.model, folder / "saved", **settings)
         live.step(models.batch(seed=20 + harness.RANK))
@@ -135,7 +135,7 @@ def streaming(live: Live, folder: Path, settings: Settings) -> None:
     assert extra < (48 + 32) << 20, f"{extra >> 20} MiB more than at rest with a bucket of 48 MiB and 24 of blocks"
     growing = sorted(
         ModelTensors(live.model).sources().values(), key=lambda source: source.size_bytes
-    )  # and so do their buckets
+    )  # sorted, so that their buckets grow, too
     places = {chunk.data.untyped_storage().data_ptr() for chunk in stream_chunks(growing, current_ranks(), 6 << 20)}
     assert len(places) == (harness.RANK == 0), f"{len(places)} buffers: a chunk in use keeps the smaller ones alive"
     write_truth(live, folder)

@@ -1,4 +1,4 @@
-"""Publishing by a saver on several ranks: rank 0 publishes, and all know how it went."""
+"""Publishing by a saver on several ranks: rank 0 publishes, and all learn the outcome."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -45,7 +45,7 @@ def saver_publish(folder: Path) -> None:
 
 @harness.named
 def setting(folder: Path) -> None:
-    """Checkpoints of a run are published by rank 0, and again after the server was started anew."""
+    """Rank 0 publishes the checkpoints of a run, and again after the server has restarted."""
     with server(folder) as (url, engine):
         for attempt in (1, 2):
             model = with_adapter(base_model("llama").float(), 1)

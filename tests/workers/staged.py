@@ -25,7 +25,7 @@ HERE = Path("/proc/self/cwd")
 
 
 def goes_through(run: str, staging: Path, own: Path) -> None:
-    """Exact from the folder; and, once that is lost, from the bucket."""
+    """Resume exactly from the folder and, once that is lost, from the bucket."""
     exact("fsdp2", "llama", run, staging=staging)
     assert ft_ckpt.verify(f"{run}/checkpoint-2").ok
     live = live_model("fsdp2", "llama")
@@ -63,7 +63,7 @@ def apart(folder: Path) -> None:
 
 @harness.named
 def failing(folder: Path) -> None:
-    """What is not uploaded is raised on both ranks when the saver is closed, and nothing before that."""
+    """A failed upload is raised on both ranks when the saver is closed, and not before."""
     real, run = sync.copy_open, f"{BUCKET}/failing"
 
     def refuse(*_: object, **__: object) -> None:
@@ -86,7 +86,7 @@ def failing(folder: Path) -> None:
 
 @harness.named
 def signalled(folder: Path) -> None:
-    """Both ranks end when the upload is over that rank 0 makes."""
+    """Both ranks end after the upload by rank 0."""
     real, run = sync.copy_open, f"{BUCKET}/signalled"
 
     def take_time(*given: Any, **settings: Any) -> Any:

@@ -35,13 +35,13 @@ MESHES = {
 
 def shape_of(kind: str) -> dict[str, Any]:
     own: dict[str, Any] = SHARDED if kind == "fsdp2" else {"kind": kind}
-    if kind in MESHES:  # the Trainer takes such a model only if it is to keep weights alone
+    if kind in MESHES:  # the Trainer accepts such a model only with this setting
         own = {"kind": lambda: cut_over_ranks(even_llama(), **MESHES[kind]), "save_only_model": True}
     return {"train_dataset": Sentences(noise=False), **own}
 
 
 def of_rank_0(folder: Path) -> Path:
-    """What rank 0 sees there."""
+    """Rank 0's path of the folder."""
     told = [str(folder.resolve())]
     dist.broadcast_object_list(told)
     return Path(told[0])
@@ -123,6 +123,6 @@ def case(name: str, folder: Path) -> None:
 if __name__ == "__main__":
     if any("/mesh" in name for name in sys.argv):
         dist.init_process_group("gloo")
-        # Accelerate goes by the name of the device alone when it refuses this mesh to processors.
+        # Accelerate refuses this mesh on CPUs, by the name of the device alone.
         ParallelismConfig._validate_accelerator = lambda self, accelerator: None
     harness.run(case)

@@ -1,4 +1,4 @@
-"""Models whose state dict lists more than tensors of its own, under wrappers: saved, resumed, and what ranks lack."""
+"""Models with extra entries in their state dict, under wrappers: saved and resumed; and tensors of some ranks only."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ NAMES = ["task:en", "a/b", "größe 1", "weights", "rank-0"]
 
 
 class Scaled(nn.Linear):
-    """A layer with extra state, of its rank alone."""
+    """A layer with extra state that differs by rank."""
 
     def __init__(self, amax: float) -> None:
         super().__init__(6, 6)
@@ -33,7 +33,7 @@ class Scaled(nn.Linear):
 
 
 class Model(nn.Module):
-    """Layers of odd names, a tie, a buffer, and a hook that adds a name."""
+    """Layers with unusual names, a tie, a buffer, and a hook that adds a name."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def inside(model: nn.Module) -> Model:
 
 
 def whole(wrapper: str, folder: Path) -> None:
-    """Files have all that the bare model lists; a resume gives each rank what it had."""
+    """Files have every entry of the bare model's state dict; a resume gives each rank its own values."""
     model, again = wrapped(wrapper, 3), wrapped(wrapper, 8)
     CheckpointSaver(**QUIET).save(model, folder / "full")
     files = load_file(folder / "full" / "model.safetensors")
@@ -98,7 +98,7 @@ def truth_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def lonely(save: str, folder: Path) -> None:
-    """As under pipeline parallelism: what only one rank has is named."""
+    """As under pipeline parallelism: tensors of one rank alone are refused by name."""
     model = nn.ModuleDict({"both": nn.Linear(2, 2), f"layer {harness.RANK}": nn.Linear(2, 2)})
     with pytest.raises(RanksDisagreeError, match=r"layer 1.weight, layer 1.bias on rank\(s\) 1 alone"):
         getattr(CheckpointSaver(**QUIET), save)(model, folder / "out")

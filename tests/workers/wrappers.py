@@ -1,4 +1,4 @@
-"""One function per wrapper: a bare model in, what a training script holds out.
+"""One function per wrapper: it takes a bare model and returns the objects of a training script.
 
 `truth` gathers the parameters with torch's or DeepSpeed's own means, never with ft_ckpt.
 """
@@ -50,13 +50,13 @@ class Live:
 
 
 class LiveEngine(Live):
-    """One whose engine of DeepSpeed steps itself."""
+    """A model in an engine of DeepSpeed, which makes the step itself."""
 
     model: Any
 
     def step(self, batch: dict[str, torch.Tensor]) -> float:
         engine, told = self.model, [batch]
-        dist.broadcast_object_list(told)  # of tensor parallelism one input is asked
+        dist.broadcast_object_list(told)  # tensor parallelism needs one input
         loss = engine(**told[0]).loss
         engine.backward(loss)
         engine.step()
@@ -93,7 +93,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gathered_by_layer(tensor: Any) -> torch.Tensor:
-    """As the layer of AutoTP that has cut the tensor puts it together."""
+    """Gather the tensor by the AutoTP layer that has sharded it."""
     part = tensor.data
     tensor.gather_params([tensor])
     whole, tensor.data = tensor.data.clone(), part
@@ -190,7 +190,7 @@ def fsdp2_tensor_parallel(model: nn.Module) -> nn.Module:
 
 
 def tensor_parallel_replicas(model: nn.Module) -> nn.Module:
-    """Groups of two ranks that hold the same again: all but the first contribute nothing."""
+    """Replicated groups of two tensor-parallel ranks: all but the first group contribute nothing."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
     return tensor_parallel(model, mesh["tensor"])
 
@@ -209,7 +209,7 @@ def cut_over_ranks(model: nn.Module, **sizes: int) -> nn.Module:
 
 
 def distributed(**sizes: int) -> Callable[[nn.Module], Live]:
-    """The same, with what trained before being trained, and its optimizer."""
+    """Like `cut_over_ranks`, with the same parameters trained as before, and an optimizer."""
 
     def wrap(model: nn.Module) -> Live:
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

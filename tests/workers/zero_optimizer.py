@@ -1,7 +1,7 @@
 """The state of ZeRO optimizers: captured, compared with DeepSpeed's own view, put into fresh engines, trained on.
 
-A case is one of CASES and an engine: its stage, and options of SETTINGS, as in "whole/zero2_bf16". What a launch leaves
-for another with another number of ranks is in the folder LEFT of the environment.
+A case is one of CASES and an engine: its stage, and options of SETTINGS, as in "whole/zero2_bf16". $LEFT is the folder
+in which a launch leaves files for another one with another number of ranks.
 """
 
 import json
@@ -124,7 +124,7 @@ def train(live: Any, steps: range, alike: bool = False) -> list[float]:
 
 
 def capture(live: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What a checkpoint has: the description, and all tensors in full, weights included; on every rank."""
+    """The content of a checkpoint, on every rank: the description, and all tensors in full, weights included."""
     found = ModelTensors(live).sources()
     described = zero_optimizer.describe(live.optimizer, found)
     described = json.loads(json.dumps(described))
@@ -200,13 +200,13 @@ def as_deepspeed_sees_it(live: Any, full: Mapping[str, torch.Tensor]) -> None:
 
 
 def whole(case: str, folder: Path) -> None:
-    """Capture, compare, and go on in a fresh engine as the first one goes on, to the bit."""
+    """Capture, compare, and continue in a fresh engine as the first one does, to the bit."""
     live = engine(case)
     losses = train(live, range(2))
     described, full = capture(live)
     for name, dtype in described["masters"].items():
         assert torch.equal(full[f"{name}/master"].to(full[name].dtype), full[name]), (name, dtype)
-    if "robin" not in case:  # DeepSpeed looks where a parameter would be without it
+    if "robin" not in case:  # DeepSpeed's view assumes the layout without it
         as_deepspeed_sees_it(live, full)
     assert bool(described["masters"]) == (full["scale"].dtype != torch.float32)
     losses = train(live, range(2, 4))
@@ -222,14 +222,14 @@ def whole(case: str, folder: Path) -> None:
     assert capture(again)[0] == after[0]
     same(capture(again)[1], after[1])
 
-    # Twice resumed, and into an engine that has gone elsewhere since.
+    # Resumed again, into an engine that has trained since.
     assert restore(again, described, full) == ()
     assert train(again, range(2, 4)) == losses
     same(capture(again)[1], after[1])
 
 
 def leave(case: str, folder: Path) -> None:
-    """What the same batch on every rank gives, before and after two more steps."""
+    """Save the state with the same batch on every rank, and the losses and the state of two more steps."""
     live = engine(case)
     train(live, range(2), alike=True)
     before = capture(live)
@@ -273,7 +273,7 @@ def plain_capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[d
 
 
 def from_plain(case: str, folder: Path) -> None:
-    """Torch's AdamW goes on in ZeRO; half-precision weights get the masters that float32 ones were."""
+    """Torch's AdamW goes on in ZeRO; half-precision weights get masters that are equal to them."""
     model = build()
     optimizer = adam(model)
     plain(model, optimizer, range(2))
@@ -342,7 +342,7 @@ def young(case: str, folder: Path) -> None:
 
 
 def weights_alone(case: str, folder: Path) -> None:
-    """What could not be restored does not come over the weights that were."""
+    """An optimizer state that cannot be restored does not overwrite the restored weights."""
     live = engine(case)
     train(live, range(2))
     described, full = capture(live)
@@ -359,7 +359,7 @@ def weights_alone(case: str, folder: Path) -> None:
 
 
 def partly(case: str, folder: Path) -> None:
-    """A parameter without state, and one whose steps are not the others'."""
+    """A parameter without state, and one with another step count than the others."""
     live = engine(case)
     train(live, range(2))
     described, full = capture(live)
@@ -459,7 +459,7 @@ def accelerate(case: str, folder: Path) -> None:
 
 
 class MakesFolder:
-    """A pickle of it makes a folder."""
+    """Its pickle creates a folder when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
