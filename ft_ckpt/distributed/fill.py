@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ft_ckpt.distributed.gather import bytes_as, padded_size, wire_device
 from ft_ckpt.distributed.ranks import Ranks, global_rank, try_action
-from ft_ckpt.distributed.sharding import Box
+from ft_ckpt.distributed.sharding import Box, part_count
 from ft_ckpt.distributed.source import Source, box_memories
 from ft_ckpt.errors import LoadError, RankError, listing
 from ft_ckpt.formats.dtypes import dtype_name
@@ -357,8 +357,7 @@ def _is_whole_everywhere(tensor: WantedTensor) -> bool:
 def _is_small(tensor: WantedTensor) -> bool:
     """Whether each rank would read a small range of the tensor; must be the same on all ranks."""
     sharding = tensor.info.sharding
-    ranges = max(1, len(sharding.owners)) if sharding.is_sharded else 1
-    return not sharding.is_opaque and tensor.info.size_bytes < SMALL_RANGE_BYTES * ranges
+    return not sharding.is_opaque and tensor.info.size_bytes < SMALL_RANGE_BYTES * part_count(sharding)
 
 
 def _in_file_order(wanted: list[WantedTensor]) -> list[WantedTensor]:

@@ -296,6 +296,27 @@ class OpaqueSharding:
         return ()
 
 
+def is_known_to_all(sharding: Sharding, world_size: int) -> bool:
+    """Whether every rank knows which ranks contribute to a gather of the tensor; the same answer on every rank.
+
+    In a group of shards without rank 0, which holds replicas, ranks know their own group alone.
+    """
+    if isinstance(sharding, MeshSharding):
+        return len(sharding.mesh.ranks) == world_size
+    if isinstance(sharding, FlatSharding):
+        return sharding.is_only or len(sharding.members) == world_size
+    return True
+
+
+def part_count(sharding: Sharding) -> int:
+    """The number of parts that the tensor is cut into; the same answer on every rank."""
+    if isinstance(sharding, MeshSharding):
+        return math.prod(size for size, dim in zip(sharding.mesh.shape, sharding.cuts, strict=True) if dim is not None)
+    if isinstance(sharding, FlatSharding) and sharding.numel:
+        return (sharding.first + sharding.numel - 1) // sharding.shard - sharding.first // sharding.shard + 1
+    return max(1, len(sharding.owners))
+
+
 def unravel_index(index: int, shape: Sequence[int]) -> tuple[int, ...]:
     """The multi-dimensional index of the flat `index` in an array of that `shape`."""
     places = []

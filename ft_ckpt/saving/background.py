@@ -266,7 +266,7 @@ def _needs_gather(plan: SavePlan, request: SaveRequest, ranks: Ranks, config: Sa
 def _by_writer(plan: SavePlan, ranks: Ranks, config: SaverConfig) -> dict[int, list[Source]]:
     """The tensors that each rank writes, once each, if each file has one writer; on rank 0 also the ties to check."""
     planned = [file for one in plan.plans for file in one.files]
-    size = 1 if config.each_rank_writes == "off" else ranks.size
+    size = ranks.size if plan.is_spread and config.each_rank_writes != "off" else 1
     writers = dict(zip((file.path for file in planned), files.assign_writers(planned, size), strict=True))
     found: dict[int, dict[int, Source]] = {0: {source.key: source for pair in plan.ties_to_check for source in pair}}
     for one in plan.plans:

@@ -18,6 +18,7 @@ from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.replicas import sample_elements
+from ft_ckpt.distributed.sharding import is_known_to_all
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.tensors import ModelTensors, engine_names, from_state_dict
 from ft_ckpt.distributed.wrappers import unwrap, user_class
@@ -324,8 +325,13 @@ class SavePlan:
     plans: tuple[PartPlan, ...]
     engine: str
     ties_to_check: tuple[tuple[Source, Source], ...]
+    is_spread: bool = True  # whether every rank can gather a file; else rank 0 alone can
     samples: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)  # part -> tensor -> element
     companions: Companions = field(default_factory=Companions)
+
+
+def _sources_of(parts: Iterable[Part]) -> Iterator[Source]:
+    return (source for part in parts for entry in part.entries for source in entry.sources)
 
 
 def plan_save(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePlan:
@@ -373,6 +379,7 @@ def plan_save(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePl
         plans,
         engine=engine_names([*own.values(), *captured.found.values()]),
         ties_to_check=tuple(pair for part in parts for pair in part.doubtful),
+        is_spread=all(is_known_to_all(source.sharding, ranks.size) for source in _sources_of(parts)),
         samples={part.name: sample_elements(part.base, ranks.rank) for part in parts if part.base},
         companions=companions_of(request, plans, captured.document, ranks),
     )

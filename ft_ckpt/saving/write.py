@@ -207,7 +207,7 @@ def _choose_writers(job: SaveJob) -> dict[str, int]:
     size = sum(file.layout.size_bytes for file in planned)
     alone = config.each_rank_writes == "off" or isinstance(target.folder, LocalStore)
     alone = alone or (config.each_rank_writes == "auto" and size < files.LEAST_BYTES)
-    alone = alone or job.state_dict
+    alone = alone or job.state_dict or not job.plan.is_spread
     writers = dict(zip((f.path for f in planned), files.assign_writers(planned, job.ranks.size), strict=True))
     if alone or not any(writers.values()) or not job.shared.is_seen_by_all(target.beside, job.ranks):
         return dict.fromkeys(writers, 0)

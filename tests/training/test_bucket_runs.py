@@ -32,6 +32,20 @@ def test_two_ranks(outcomes, case):
     assert outcomes[case] == ""
 
 
+GROUPS = [f"parts/{way}/{when}" for way in ("hsdp", "placed", "hybrid") for when in ("foreground", "background")]
+
+
+@pytest.fixture(scope="module")
+def groups(request, tmp_path_factory):
+    with running_s3():
+        return run_cases("bucket", selected(request, GROUPS), tmp_path_factory.mktemp("groups"), ranks=4)
+
+
+@pytest.mark.parametrize("case", sampled(GROUPS, "parts/hybrid/background"))
+def test_two_groups_of_two_ranks(groups, case):
+    assert groups[case] == ""
+
+
 @pytest.mark.slow
 def test_four_ranks(s3, tmp_path):
     cases = ["exact/ddp/llama", "exact/fsdp2/llama"]
