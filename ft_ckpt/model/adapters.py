@@ -92,7 +92,8 @@ def adapter_parts(view: View, name: str, path: str, dtype: str, in_folders: bool
     """One part per adapter, in `path`/NAME or (`in_folders`) `path`/adapters/NAME.
 
     "default" is in `path` itself, as in PEFT, unless `in_folders`. Raises NotAnAdapterError when the module has none,
-    SelectionError when an adapter has non-tensor state, IncompleteError when it has no tensors.
+    SelectionError when an adapter has non-tensor state or is drawn anew at each load, IncompleteError when it has no
+    tensors.
     """
     if not has_adapters(view.module):
         raise NotAnAdapterError(
@@ -100,6 +101,8 @@ def adapter_parts(view: View, name: str, path: str, dtype: str, in_folders: bool
             "inject one, or save with adapter_only=False"
         )
     names = list(view.module.peft_config)
+    if drawn := listing([why for name in names if (why := why_redrawn(name, view.module.peft_config[name]))]):
+        raise SelectionError(f"{drawn}; its file would be another adapter at each load")
     _refuse_extra(view)
     chosen = {adapter: _adapter_entries(view, adapter) for adapter in names}
     extra, notes = _entries_left_out(view, chosen)
@@ -200,6 +203,13 @@ def _base_steps(steps: list[str], wrapped: Mapping[str, tuple[str, ...]]) -> lis
             kept.append(step)
         path = f"{path}.{step}" if path else step
     return kept
+
+
+def why_redrawn(name: str, config: Any) -> str:
+    """Why PEFT draws other numbers for the adapter each time that it makes it; "" if it does not."""
+    if getattr(config, "proj_seed", 0) is None and not getattr(config, "save_indices", True):  # UniLora
+        return f"adapter {name!r}: proj_seed is None and save_indices is off, make it with one of them"
+    return ""
 
 
 def _refuse_extra(view: View) -> None:

@@ -22,7 +22,15 @@ from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.tensor_file import RawFile
 from ft_ckpt.formats.torch_file import compare_sums
 from ft_ckpt.messages import short
-from ft_ckpt.model.adapters import BASE_STEPS, PREFIX, adapter_parts, base_sources, embedding_of, is_peft_model
+from ft_ckpt.model.adapters import (
+    BASE_STEPS,
+    PREFIX,
+    adapter_parts,
+    base_sources,
+    embedding_of,
+    is_peft_model,
+    why_redrawn,
+)
 from ft_ckpt.model.base_model import differing_tensors, irreproducible, is_floating, keeps_base
 from ft_ckpt.model.entries import Entry
 from ft_ckpt.model.load_weights import beside_weights, read_tensors, weight_names
@@ -84,6 +92,8 @@ def attach_adapters(
     base, LoadError naming the tensors and settings that do not fit, or the adapters whose base cannot be recreated.
     """
     configs = {str(record.adapter): _adapter_config(held, record, beside) for record in records}
+    if drawn := listing([why for name, config in configs.items() if (why := why_redrawn(name, config))]):
+        raise LoadError(f"{held.store.url}: {drawn}; the trained adapter cannot be recreated")
     if not beside:
         _refuse_changed_base(held, records, configs)
     is_remade = not all(keeps_base(config) for config in configs.values())

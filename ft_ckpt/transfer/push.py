@@ -5,9 +5,9 @@ import concurrent.futures.thread  # noqa: F401 - the exit hook below must be reg
 import importlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -133,8 +133,8 @@ def warn_of_unpushed(pushes: Sequence[PendingPush]) -> None:
 
 def _end_failed(push: PendingPush, error: BaseException) -> None:
     warn(
-        f"{push.path}: not pushed: {error}; the checkpoint is not touched, `ft-ckpt push {push.path} {push.url}` does "
-        "it again",
+        f"{push.path}: not pushed: {error}; the checkpoint is not touched; run `ft-ckpt push {push.path} {push.url}` "
+        "to try again",
         stacklevel=4,
     )
     push.future.set_exception(error)
@@ -197,7 +197,7 @@ def push_now(checkpoint: Checkpoint, destination: str | Place, options: PushOpti
     """Like `push`, with the options in one object."""
     sender = _module_for(destination)
     sender.destination_url(destination, options)
-    with open_checkpoint(_place_for(sender, checkpoint), compares=False) as held:
+    with _open_for(sender, open_place(checkpoint)) as held:
         report: PushReport = sender.send_checkpoint(held, destination, options)
         return report
 
@@ -206,10 +206,14 @@ def begin_push(checkpoint: Checkpoint, destination: str | Place, options: PushOp
     """Like `push` in the background, with the options in one object."""
     sender = _module_for(destination)
     url: str = sender.destination_url(destination, options)
-    quiet = replace(options, quiet=True)
-    return start_push(
-        _place_for(sender, checkpoint), url, lambda held: sender.send_checkpoint(held, destination, quiet)
-    )
+    place, quiet = open_place(checkpoint), replace(options, quiet=True)
+
+    def send(_leased: OpenCheckpoint) -> PushReport:
+        with _open_for(sender, place) as held:  # in the thread, because it may be pulled first
+            report: PushReport = sender.send_checkpoint(held, destination, quiet)
+            return report
+
+    return start_push(place, url, send)
 
 
 def push_goal(destination: str, **options: Any) -> str | Place:
@@ -256,16 +260,16 @@ def pull(
     return report
 
 
-def _place_for(sender: ModuleType, checkpoint: Checkpoint) -> Place:
-    """The checkpoint at a place that the sender can read.
+@contextmanager
+def _open_for(sender: ModuleType, place: Place) -> Iterator[OpenCheckpoint]:
+    """Open the checkpoint where the sender can read it.
 
     The Hub's client reads local files only, so a checkpoint in a bucket is pulled first. So is a delta, because a
     repository gets all weights.
     """
-    place = open_place(checkpoint)
-    if sender.__name__ != _HUB or (isinstance(place.store, LocalStore) and not is_delta(place)):
-        return place
-    return open_place(pull(place).path)
+    is_readable = sender.__name__ != _HUB or (isinstance(place.store, LocalStore) and not is_delta(place))
+    with open_checkpoint(place if is_readable else pull(place).path, compares=False) as held:
+        yield held
 
 
 def _module_for(place: str | Place) -> ModuleType:
@@ -275,5 +279,5 @@ def _module_for(place: str | Place) -> ModuleType:
         return importlib.import_module("ft_ckpt.transfer.buckets")
     if scheme not in _MODULES:
         known = ", ".join(f"{each}://" for each in _MODULES)
-        raise ConfigError(f"{place}: {scheme}:// an unknown scheme; expected {known}")
+        raise ConfigError(f"{place}: unknown URL scheme {scheme}://; expected {known}")
     return importlib.import_module(_MODULES[scheme])

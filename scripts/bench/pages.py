@@ -194,12 +194,6 @@ def _cell(column: Column, value: float | None) -> str:
     return seconds_text(value) if column.figure.endswith("seconds") else figure_text(column.figure, value)
 
 
-def _other_date(found: Figures, columns: Sequence[Column]) -> str:
-    """Dates of these figures that differ from that of the machine's facts."""
-    dates = {row["date"][:10] for column in columns for row in _rows(found, column.measure, column.size)}
-    return ", ".join(sorted(dates - {found["machine"]["date"][:10]}))
-
-
 def _head(found: Figures, column: Column) -> str:
     sizes = [row["tensor_bytes"] for row in _rows(found, column.measure, column.size) if "tensor_bytes" in row]
     return column.head.format(size=figure_text("bytes", sizes[0]) if sizes else column.size)

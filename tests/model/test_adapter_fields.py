@@ -24,6 +24,12 @@ def test_some_fields(tmp_path, method):
     assert not [wrong for field, value in some for wrong in trials.finds(field, value)]
 
 
+def test_an_adapter_that_is_drawn_anew_at_each_load_is_refused(tmp_path):
+    """UniLora's indices without a seed, and not in its file."""
+    trials = FieldTrials("unilora", tmp_path)
+    assert not [*trials.finds("proj_seed", None)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ALL)
 def test_many_fields(tmp_path, method):

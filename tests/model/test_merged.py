@@ -154,7 +154,7 @@ def test_rounded_once(tmp_path):
     for name, tensor in stored(tmp_path).items():
         assert tensor.dtype == torch.bfloat16
         off = (tensor.double() - exact[name]).abs()
-        assert (off <= exact[name].abs() * 2**-8 * 1.001 + 1e-30).all(), name
+        assert (off <= exact[name].abs() * 2**-8 * 1.001 + 1e-7).all(), name  # the sum is of float32
 
 
 # Which adapters

@@ -13,6 +13,7 @@ import models
 import pytest
 import torch
 from accelerate import Accelerator
+from buckets import new_bucket
 from compare import stored
 from hub_server import TOKEN, Fault, serving_hub, using_hub
 from huggingface_hub import ModelCard, RepoCard
@@ -26,6 +27,7 @@ from ft_ckpt import CheckpointSaver, pull, push
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.guards import lease_reasons
 from ft_ckpt.errors import (
+    CheckpointError,
     ConfigError,
     CorruptError,
     MissingError,
@@ -34,6 +36,7 @@ from ft_ckpt.errors import (
     TargetError,
     UnreadableError,
 )
+from ft_ckpt.storage.place import Place
 from ft_ckpt.transfer import hub as hub_module
 from ft_ckpt.transfer.hub import HubPlace, parse_place
 
@@ -381,6 +384,17 @@ def test_a_push_that_fails_costs_nothing_else(hub, tmp_path):
         pending.result()
     assert ft_ckpt.verify(tmp_path / "out").ok
     assert push(tmp_path / "out", "user/model").is_new
+
+
+def test_a_pull_before_the_push_that_fails_does_not_fail_the_save(hub, tmp_path, monkeypatch):
+    """The Hub's client needs local files; the cache that they go to cannot be written."""
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.setenv("FT_CKPT_CACHE", str(tmp_path / "taken" / "cache"))
+    with CheckpointSaver() as saver:
+        report = saver.save(models.build("llama", 0), Place(new_bucket(), "out"), push_to_hub="user/model")
+        with pytest.raises(CheckpointError, match="taken"):
+            report.push.result()
+    assert ft_ckpt.verify(report.place).ok
 
 
 def test_after_an_exception_what_is_not_pushed_is_named(hub, tmp_path):
