@@ -300,7 +300,10 @@ class Writer:
                 self._hand_in(step, None if state is None else state(), {} if files is None else files())
             except Exception as error:  # noqa: BLE001 - the trainer raises it
                 self._room.within(handed_folder(self._session, step, self.name)).write(
-                    HANDED, handed_to_json(HandedIn(error=f"its state function raised {type(error).__name__}: {error}"))
+                    HANDED,
+                    handed_to_json(
+                        HandedIn(error=f"its state or files function raised {type(error).__name__}: {error}")
+                    ),
                 )
                 self._handed.add(step)
                 warn(f"step {step}: writer {self.name} handed in nothing: {error!r}", stacklevel=2)

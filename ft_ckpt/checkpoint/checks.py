@@ -216,7 +216,7 @@ def _part_index_problems(store: Store, part: PartRecord, sound: set[str]) -> Ite
         places = {**{key: file for key, file in tied.items() if key in found}, **expected}
         if found != places:
             wrong = sorted(key for key in places.keys() | found.keys() if places.get(key) != found.get(key))
-            yield f"{name}: sends these tensors elsewhere than the manifest: {listing(wrong, ', ')}"
+            yield f"{name}: maps these tensors to other files than the manifest: {listing(wrong, ', ')}"
 
 
 def _indexed_files(store: Store, index: str, folder: str) -> dict[str, str]:

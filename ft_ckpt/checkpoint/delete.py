@@ -150,7 +150,7 @@ def manifest_files(store: Store, name: str) -> frozenset[str]:
             raise
         raise CorruptError(f"{file}: not a manifest ({error!r}); delete the folder by hand") from error
     if unsafe := sorted(path for path in paths if not is_inside(path)):
-        raise CorruptError(f"{file}: {listing(unsafe)}: outside of the folder; delete by hand what is to go")
+        raise CorruptError(f"{file}: {listing(unsafe)}: outside of the folder; delete the folder by hand")
     return paths
 
 

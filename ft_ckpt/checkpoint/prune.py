@@ -346,7 +346,7 @@ def _run_plan(root: Place, make_plan: Callable[[RunFolder], PrunePlan], *, dry_r
             done += [_try_step(path, partial(run.drop, path)) for path in plan.drop]
             done += [_try_step(path, partial(run.strip, path)) for path in plan.strip]
     except (CheckpointError, OSError) as error:
-        return PruneReport(problems=(f"{root}: cannot be listed ({error}); nothing was deleted",))
+        return PruneReport(problems=(f"{root}: cannot be listed ({error}); no further checkpoint was deleted",))
     report = _prune_report(plan, done)
     for path in report.dropped:
         LOG.info("deleted %s", location_name(path))

@@ -73,7 +73,7 @@ class Session:
 
 @dataclass(frozen=True)
 class HandedIn:
-    """The contents of HANDED: the files of one writer for one step, or the error that its state function raised."""
+    """The contents of HANDED: the files of one writer for one step, or the error that one of its functions raised."""
 
     files: tuple[FileRecord, ...] = ()  # a `linked` file is not handed in: it equals that of the checkpoint `last`
     last: str | None = None  # path of that checkpoint, as in `LastCheckpoint`
@@ -275,8 +275,8 @@ class OpenSession:
         if self.room.stat(mark) is None:
             return f"has not joined within {self.timeout_seconds:g} s; start it, or invite others"
         return (
-            f"{mark_holder(self.room, mark)} handed in nothing within {self.timeout_seconds:g} s; look there, or give "
-            "invite() a larger timeout_seconds"
+            f"{mark_holder(self.room, mark)} handed in nothing within {self.timeout_seconds:g} s; check that "
+            "process, or give invite() a larger timeout_seconds"
         )
 
     def _take(self, step: int, name: str, stage: Store) -> tuple[list[FileRecord], str]:

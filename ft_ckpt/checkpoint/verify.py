@@ -96,7 +96,7 @@ def _index_file_problems(store: Store, index: str, found: Any, held: dict[str, s
     tensors = {shard: held[name] for shard, name in shards.items() if shard not in lost and name in held}
     wrong = sorted(name for name, shard in where.items() if name not in tensors.get(str(shard), where))
     if wrong:
-        yield f"{index}: not in the shards it sends them to: {listing(wrong, ', ')}"
+        yield f"{index}: not in the shards that it maps them to: {listing(wrong, ', ')}"
     stray = sorted(name for names in tensors.values() for name in names if name not in where)
     if stray:
         yield f"{index}: in its shards, not in it: {listing(stray, ', ')}"

@@ -111,5 +111,6 @@ def _place_facts(report: PlaceReport) -> Iterator[str]:
         return
     yield (
         f"speed: {human_size(speed.write_bytes_per_second)}/s written, {human_size(speed.read_bytes_per_second)}/s "
-        f"read, {speed.small_files_per_second:.0f} small files/s, a look takes {1000 * speed.seconds_per_look:.2f} ms"
+        f"read, {speed.small_files_per_second:.0f} small files/s, a metadata request takes "
+        f"{1000 * speed.seconds_per_look:.2f} ms"
     )

@@ -25,7 +25,7 @@ def add_publish(parser: ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--name", help="Name of the adapter on the server, before the @; else the run's folder.")
     parser.add_argument("--version", help="The version; else by step and manifest.")
-    parser.add_argument("--as", choices=("adapter", "weights"), default="auto", dest="kind", help="Which of both.")
+    parser.add_argument("--as", choices=("adapter", "weights"), default="auto", dest="kind", help="Content to publish.")
     parser.add_argument("--part", metavar="NAME", help="One of several parts of the checkpoint.")
     parser.add_argument(
         "--visible-at", action="append", metavar="LOCAL=SERVER", default=[],
@@ -50,7 +50,11 @@ def add_publish(parser: ArgumentParser) -> None:
         help="Header of each request; FT_CKPT_ENGINE_TOKEN is sent as a bearer token without it.",
     )  # fmt: skip
     parser.add_argument(
-        "--timeout", type=bounded(float, 0.1), default=300.0, metavar="SECONDS", help="For an answer (default: 300)."
+        "--timeout",
+        type=bounded(float, 0.1),
+        default=300.0,
+        metavar="SECONDS",
+        help="Timeout of a request (default: 300).",
     )
     parser.add_argument("--delta", action="store_true", help="Append to a chain the elements that have changed.")
     parser.add_argument(

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def add_push(parser: ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint on this machine.")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint: a path or a URL.")
     parser.add_argument(
         "url", metavar="URL", help="hf://user/name[@revision][/folder], or in a bucket (s3://, hf://buckets/)."
     )
     parser.add_argument("--private", action="store_true", help="Make the repository a private one, if it is new.")
     parser.add_argument("--state", action="store_true", help="Push the training state, too.")
     parser.add_argument("--base-id", metavar="NAME", help="Name of the base model on the Hub.")
-    parser.add_argument("--message", help="Of the commit.")
+    parser.add_argument("--message", help="Message of the commit.")
     add_json(parser)
     parser.set_defaults(run=_push)
 
@@ -44,7 +44,7 @@ def _push(options: Namespace) -> None:
         views.print_json(report)
         return
     facts = f"{len(report.files)} files, {human_size(report.bytes)}, {report.seconds:.1f} s"
-    print_lines(f"{checkpoint} -> {report.url}: {facts if report.is_new else 'all of it was there, no commit made'}")
+    print_lines(f"{checkpoint} -> {report.url}: {facts if report.is_new else 'all of it was there, nothing was sent'}")
     for note in (*report.notes, *(f"{name}: deleted, of an older checkpoint" for name in report.deleted)):
         print_lines(f"  {note}")
 
@@ -147,7 +147,7 @@ def _sync_lines(report: "SyncReport", *, dry_run: bool) -> Iterator[str]:
     yield from (f"{location_name(each.path)}: {_copy_facts(each)}" for each in report.copied)
     yield from (f"{name}: would be copied" for name in report.missing if dry_run)
     yield from (f"{name}: {would}deleted there" for name in report.dropped)
-    yield from (f"{name}: {would}deprived of its training state there" for name in report.stripped)
+    yield from (f"{name}: {would}training state deleted there" for name in report.stripped)
     yield from (f"{name}: stays there: {listing(list(why))}" for name, why in report.kept.items())
     yield from report.problems
     yield f"{len(report.present)} of {len(report.present) + len(report.missing)} were there"

@@ -298,7 +298,7 @@ def _refuse_strategy(trainer: Any) -> None:
     if not is_whole or any(map(is_distributed, model.parameters())):
         raise ConfigError(
             f"{type(trainer.strategy).__name__}: expected a single device or DDP; shard a model in a loop of your own, "
-            "with CheckpointSaver, which knows FSDP, ZeRO and tensor parallelism"
+            "with CheckpointSaver, which supports FSDP, ZeRO and tensor parallelism"
         )
 
 

@@ -87,7 +87,7 @@ class ListedStore:
         file = self.inner.open(name)
         if file.version != listed.version:
             file.close()
-            raise CorruptError(f"{self.where(name)}: written over while it was read; read it again")
+            raise CorruptError(f"{self.where(name)}: overwritten while it was read; read it again")
         if file.can_map:
             return file
         counted = self.opened[self.where(name)] = _CountedObject(file, self.asked, watch)

@@ -43,7 +43,7 @@ def local_path(place: str | os.PathLike[str]) -> Path:
     if scheme is not None:
         others = "give a local folder, or, where buckets are supported, s3://, gs:// or az://"
         advice = "leave out the scheme" if scheme[1] == "file" else others
-        raise ConfigError(f"{os.fspath(place)}: {scheme[1]}:// is no place on this machine's disks; {advice}")
+        raise ConfigError(f"{os.fspath(place)}: {scheme[1]}://: not a local path; {advice}")
     return Path(place)
 
 

@@ -56,7 +56,7 @@ def open_store(place: str | os.PathLike[str], **options: Any) -> Store:
     if is_hub_bucket(text):
         return _open_hub_bucket(text, **options)
     if not is_url(text):
-        raise ConfigError(f"{text}: {found[1]}:// is no store that can be opened; expected {', '.join(SCHEMES)}")
+        raise ConfigError(f"{text}: {found[1]}://: unsupported scheme; expected {', '.join(SCHEMES)}")
     client = _open_bucket(f"{found[1]}://{found[2]}", options)
     folder = found[3].strip("/")
     return client.within(folder) if folder else client

@@ -192,7 +192,7 @@ class Store(Protocol):
 def checked_name(name: str, may_be: Callable[[str], bool] = is_inside) -> str:
     """`name` if it is valid. Raises ConfigError when it is absolute, empty or leads out of the store."""
     if not may_be(name):
-        raise ConfigError(f"{name!r}: no name of an object; expected a relative path with forward slashes, no '..'")
+        raise ConfigError(f"{name!r}: invalid object name; expected a relative path with forward slashes, no '..'")
     return name
 
 
@@ -204,7 +204,7 @@ def missing_object(where: str) -> MissingError:
 
 def changed_object(where: str) -> CorruptError:
     """The error for an object that was replaced after it was opened."""
-    return CorruptError(f"{where}: written over while it was read; read it again")
+    return CorruptError(f"{where}: overwritten while it was read; read it again")
 
 
 def refuse_beyond(file: Readable, where: str, stop: int) -> None:

@@ -317,7 +317,7 @@ def _refuse_changed(room: Store) -> str:
         content = bytearray(6)
         with suppress(CorruptError):
             opened.read_into(memoryview(content))
-    return "an object that was written over is read on" if content == b"behind" else ""
+    return "an overwritten object was read without an error" if content == b"behind" else ""
 
 
 def _read_ranges(room: Store) -> str:

@@ -280,7 +280,7 @@ _KINDS = {
     "scaler": torch.amp.GradScaler,
 }
 _NO_PLACE = (
-    "save_state keeps no place in the data, except of stateful loaders; make the switch at the end of a pass, or skip "
+    "save_state stores no data position, except of stateful loaders; make the switch at the end of a pass, or skip "
     "the batches that were done as after load_state"
 )
 

@@ -270,7 +270,7 @@ class DataPosition:
         if None in (self._order_left, self._order.digest) or self._order_left == self._order.digest:
             return
         problem = (
-            f"the data: the sampler gives other samples than in the {self.batch} batch(es) of this pass that the run "
+            f"the data: the sampler yields other samples than in the {self.batch} batch(es) of this pass that the run "
             "was given before, so those to come differ as well; use the same data and batch size, and a sampler whose "
             "order comes from random numbers, or from an `epoch` or `seed` that it keeps under this name"
         )

@@ -285,7 +285,9 @@ def restore_replicas(live: LiveRun, point: ResumePoint) -> tuple[list[Restored],
             mine.append(name)
     left = [name for name, places in differing.items() if (rank in places or not same_size) and name not in mine]
     lost = ranks.agree("replicas that differ between ranks", {"left": left}, decide=_all_left).result
-    notes = [f"{listing(lost, ', ')}: not the same on all ranks that saved, rank 0's on all now"] if lost else []
+    notes = (
+        [f"{listing(lost, ', ')}: not the same on all ranks that saved, all ranks now have rank 0's"] if lost else []
+    )
 
     def wanted_tensors() -> list[WantedTensor]:
         parts = {own_name(name, ranks.rank): own_part(sources[name], ranks.rank) for name in mine}

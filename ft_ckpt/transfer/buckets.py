@@ -26,7 +26,7 @@ def destination_url(destination: str | Place, options: PushOptions) -> str:
     given = [one.name for one in fields(options) if getattr(options, one.name) != getattr(plain, one.name)]
     meant = _MEANT_HERE | (_OF_THE_HUB if is_hub_bucket(destination) else set())
     if wrong := [name for name in given if name not in meant]:
-        raise ConfigError(f"{destination}: {listing(wrong, ', ')}: of repositories on the Hub; leave it out here")
+        raise ConfigError(f"{destination}: {listing(wrong, ', ')}: only for repositories on the Hub; leave it out here")
     return str(destination)
 
 
@@ -67,7 +67,9 @@ def push_report(held: OpenCheckpoint, goal: Place, report: CopyReport) -> PushRe
 def fetch_checkpoint(source: str | Place, folder: Path | None, *, token: str | None, overwrite: bool) -> PullReport:
     """Fetch the checkpoint `source` into `folder`, or into the cache, see `push.pull`."""
     if token is not None and not is_hub_bucket(source):
-        raise ConfigError(f"{source}: token: of the Hub; a bucket's keys come from its tools' variables, or open_place")
+        raise ConfigError(
+            f"{source}: token= is for the Hub; a bucket's keys come from its tools' variables, or open_place"
+        )
 
     def fetch(held: OpenCheckpoint, *, exact: bool = False) -> CopyReport:
         if folder is None:

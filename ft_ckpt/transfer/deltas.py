@@ -123,7 +123,9 @@ def append_checkpoint(checkpoint: Place, chain: Place, anchor_every: int) -> App
                 if (written := _append_delta(held, manifest, entries[-1], goal)) is not None:
                     return report(written, is_new=True)
             except CorruptError as error:
-                warn(f"{goal}: an anchor, because there is no delta on {entries[-1].name}: {error}", stacklevel=3)
+                warn(
+                    f"{goal}: writing an anchor, because there is no delta on {entries[-1].name}: {error}", stacklevel=3
+                )
         copy_open(held, goal, manifest, overwrite=False, shown=False)
         return report(manifest, is_new=True)
 

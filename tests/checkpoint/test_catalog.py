@@ -112,7 +112,10 @@ def stale_index(checkpoint):
         (other_tensor, f"{SHARD}: tensors that the manifest does not list: layers.9.weight"),
         (other_shape, f"{SHARD}: layers.0.weight is float32 [3, 2] at bytes 167 to 191, expected float32 [2, 3]"),
         (broken_header, f"{SHARD}: not a readable safetensors file"),
-        (stale_index, "policy/model.safetensors.index.json: sends these tensors elsewhere than the manifest: layers.0"),
+        (
+            stale_index,
+            "policy/model.safetensors.index.json: maps these tensors to other files than the manifest: layers.0",
+        ),
     ],
 )
 def test_found_without_reading_every_byte(checkpoint, spoil, problem):
@@ -381,7 +384,8 @@ def test_a_manifest_that_cannot_be_read_just_now_is_not_taken_for_absent(checkpo
         with pytest.raises(UnreadableError, match=r"checkpoint-1.*that can be read is .*checkpoint-0"):
             latest(checkpoint.parent)
         report = prune_run(checkpoint.parent, Keep(last=1))
-        assert ("checkpoint-1" in report.problems[0], "nothing was deleted" in report.problems[0]) == (True, True)
+        assert "checkpoint-1" in report.problems[0]
+        assert "no further checkpoint was deleted" in report.problems[0]
     assert contents(checkpoint.parent) == before
 
 

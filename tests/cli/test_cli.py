@@ -425,7 +425,7 @@ def misdirect(folder):
     [
         (cut, r"model-00001-of-00002\.safetensors: .*its tensors end at byte"),
         (lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(), "shards missing: model-00002-of-00002"),
-        (misdirect, r"not in the shards it sends them to: layers\.1\.weight, layers\.3\.weight"),
+        (misdirect, r"not in the shards that it maps them to: layers\.1\.weight, layers\.3\.weight"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "no weight_map in it"),
         (lambda folder: (folder / "config.json").write_text('{"a": '), r"config\.json: not JSON"),
     ],

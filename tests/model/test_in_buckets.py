@@ -135,7 +135,7 @@ def test_readers_see_one_save_or_an_error(tmp_path):
     place = in_bucket(tmp_path / "1.0" / "out")
     with open_checkpoint(place) as held:
         in_bucket(tmp_path / "2.0" / "out", place.store)
-        with pytest.raises(CorruptError, match="written over while it was read"):
+        with pytest.raises(CorruptError, match="overwritten while it was read"):
             held.store.read("model.safetensors")
     assert float(ft_ckpt.load_model(place).weight[0, 0]) == 2.0
 

@@ -194,7 +194,7 @@ def test_an_error_of_the_state_function_is_the_trainers(tmp_path: Path) -> None:
             (3, lambda: None, "WriterError"),
         ):
             writer.provide(state)
-            with pytest.raises(WriterError, match=f"writer replay: its state function raised {error}"):
+            with pytest.raises(WriterError, match=f"writer replay: its state or files function raised {error}"):
                 stepped(saver, step)
 
 

@@ -292,7 +292,7 @@ def test_samples_that_are_not_those_of_the_run_are_told_of(name) -> None:
     rest = feed.batches()
     states = [(next(rest), saved(feed))[1] for _ in range(3)]
     with pytest.raises(
-        LoadError, match=r"the sampler gives other samples than in the 3 batch.*same data and batch size"
+        LoadError, match=r"the sampler yields other samples than in the 3 batch.*same data and batch size"
     ):
         next(resumed(DataPosition(other(), on_difference="raise"), states[2]).batches())
     with pytest.warns(UserWarning, match="the sampler gives other samples"):

@@ -58,7 +58,7 @@ def test_the_state_stays_here_unless_it_is_asked_for(tmp_path):
 
 def test_what_only_repositories_have_is_refused(tmp_path):
     save(tmp_path / "checkpoint")
-    with pytest.raises(ConfigError, match="revision, base_id: of repositories on the Hub"):
+    with pytest.raises(ConfigError, match="revision, base_id: only for repositories on the Hub"):
         push(tmp_path / "checkpoint", Place(new_bucket(), "a"), revision="main", base_id="org/base")
     with pytest.raises(ConfigError, match="token"):
         pull(Place(new_bucket(), "a"), token="secret")

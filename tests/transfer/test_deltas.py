@@ -239,7 +239,7 @@ def test_a_damaged_base_gives_an_anchor(tmp_path: Path) -> None:
     first = grow(tmp_path / "run", chain, 1)[0]
     for damaged in (first, chain / "checkpoint-1"):
         flip(damaged / "model-1.safetensors")
-    with pytest.warns(UserWarning, match="an anchor, because there is no delta on checkpoint-1"):
+    with pytest.warns(UserWarning, match="writing an anchor, because there is no delta on checkpoint-1"):
         report = ft_ckpt.publish(commit(tmp_path / "run", 2, changed(sample(), 1)), str(chain), delta=True)
     assert report.kind == "anchor"
 

@@ -515,7 +515,7 @@ def test_the_store_reads_lists_and_writes_marks(hub):
         store.read("none")
     file = store.open("a")
     store.write("a", b"newer")
-    with pytest.raises(CorruptError, match="written over"):
+    with pytest.raises(CorruptError, match="overwritten"):
         file.check()
     store.delete(["a", "none", "sub/b"])
     assert [each.name for each in store.list()] == ["big.bin", "sub/deep/c", "sübß/d e"]

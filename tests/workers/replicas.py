@@ -315,7 +315,7 @@ def other_parts(folder: Path) -> None:
         with saver_of(fresh, folder) as saver:
             report = saver.resume(folder / "state").report
         assert report.problems == (), report
-        (line,) = [line for line in report.differences if "rank 0's on all now" in line]
+        (line,) = [line for line in report.differences if "all ranks now have rank 0's" in line]
         assert "first.weight" in line, line
         same(truth(layers("hsdp")), truth(fresh))
 
