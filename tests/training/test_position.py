@@ -295,7 +295,7 @@ def test_samples_that_are_not_those_of_the_run_are_told_of(name) -> None:
         LoadError, match=r"the sampler yields other samples than in the 3 batch.*same data and batch size"
     ):
         next(resumed(DataPosition(other(), on_difference="raise"), states[2]).batches())
-    with pytest.warns(UserWarning, match="the sampler gives other samples"):
+    with pytest.warns(UserWarning, match="the sampler yields other samples"):
         next(resumed(DataPosition(other()), states[2]).batches())
     next(resumed(DataPosition(other(), on_difference="ignore"), states[2]).batches())
 
@@ -305,7 +305,7 @@ def test_a_position_that_was_not_used_keeps_the_order_to_be_proved() -> None:
     next(feed.batches())
     again = saved(resumed(DataPosition(DataLoader(Numbers(), 2)), saved(feed)))
     other = DataLoader(Numbers(), 2, sampler=range(SAMPLES - 1, -1, -1))
-    with pytest.warns(UserWarning, match="the sampler gives other samples"):
+    with pytest.warns(UserWarning, match="the sampler yields other samples"):
         next(resumed(DataPosition(other), again).batches())
 
 
