@@ -261,7 +261,7 @@ def _path_access(path: Path) -> Access:
         return local_disk.access_of(path.stat())
     except OSError as error:
         if error.errno not in (*_ABSENT, errno.ELOOP):
-            raise
+            raise UnreadableError(f"{path}: cannot be read ({error}); try again") from error
         return FREE  # a dangling link, or a loop of links
 
 
