@@ -70,7 +70,7 @@ def findings(engine: str, store: Store, file: TensorFile, max_lora_rank: int = M
         yield "adapter_model.safetensors: missing; expected beside adapter_config.json"
     for field in _PATTERNS:
         if settings.get(field):
-            yield f"{field}: set, and read by few versions of {engine}: others scale wrongly without a word; {_EXPORT}"
+            yield f"{field}: set, and read by few versions of {engine}: others scale wrongly and say nothing; {_EXPORT}"
     yield from adapter_findings(settings, file, max_lora_rank)
 
 

@@ -487,7 +487,7 @@ class ZipRecords:
         signature, *lengths = _HEAD.unpack(self.file.bytes(head, _HEAD.size))
         begin = head + _HEAD.size + sum(lengths)
         if signature != ZIP_MAGIC or begin + entry.file_size > self.file.size_bytes:
-            raise CorruptError(f"{name} leads out of the file")
+            raise CorruptError(f"{name}: its offset leads out of the file, or to something else; is the file whole?")
         return ZipRecord(self.file, name, begin, begin + entry.file_size, entry.CRC if self.has_sums else None)
 
 

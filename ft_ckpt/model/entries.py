@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -124,8 +124,8 @@ def merge_choice(merged: Merged) -> MergeChoice | None:
 
 
 def finite_numbers(values: Any) -> list[float]:
-    """The values as floats; empty unless they are an iterable of finite numbers, not a string or mapping."""
-    if isinstance(values, (str, bytes, bytearray, Mapping)):
+    """The values as floats; empty unless they are finite numbers in an order: no string, mapping or set."""
+    if isinstance(values, (str, bytes, bytearray, Mapping, Set)):
         return []
     try:
         found = [math.nan if isinstance(value, (str, bytes)) else float(value) for value in values]

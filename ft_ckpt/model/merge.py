@@ -443,9 +443,10 @@ def _rounded(name: str, merged: Tensor, dtype: torch.dtype) -> Tensor:
     rounded = merged.detach().to(dtype).contiguous()
     if rounded.device.type == "meta":
         raise IncompleteError(f"{name}: merging needs a tensor that is missing; nothing is committed")
-    # The sum shows NaN and infinity at a tenth of the cost of a full check; rounding to float16 may overflow.
-    probe = rounded if dtype == torch.float16 else merged.detach().sum()
-    if not bool(torch.isfinite(probe).all()) and not bool(torch.isfinite(rounded).all()):
+    # The sum shows NaN and infinity at a tenth of the cost of a full check. The values are the rounded ones, because
+    # rounding may overflow; the sum has the wider dtype, because one of 16 bits would overflow too often.
+    probe = rounded.sum(dtype=merged.dtype if dtype.itemsize < merged.dtype.itemsize else dtype)
+    if not bool(torch.isfinite(probe)) and not bool(torch.isfinite(rounded).all()):
         raise IncompleteError(
             f"{name}: merging gives NaN, infinity or values beyond {dtype}; nothing is committed. Is the adapter "
             "damaged?"

@@ -269,6 +269,7 @@ def test_of_a_run_and_no_moment_of_it(tmp_path):
         (2, {"weights": ["1", "1"]}, "finite"),
         (2, {"weights": "11"}, "finite"),
         (2, {"weights": b"11"}, "finite"),
+        (2, {"weights": {1, 2}}, "finite"),  # in which order?
         (2, {"weights": {1: 2, 3: 4}}, "finite"),
         (2, {"weights": [None, 1]}, r"weights=\[None, 1\]: expected 2 finite numbers"),
         (2, {"weights": [10**400, 1]}, "finite"),

@@ -239,6 +239,18 @@ def test_a_broken_adapter_is_refused(tmp_path):
     assert "layers.1.self_attn.q_proj.weight: merging gives NaN" in refused(model, tmp_path / "out")
 
 
+def test_a_merge_that_only_float32_can_hold_is_refused(tmp_path):
+    """The sum is finite, and its rounding to bfloat16 is infinite."""
+    model = with_adapter(make(ARCHITECTURES["llama"]).bfloat16(), low_rank(["q_proj"]))
+    layer: Any = model.get_base_model().model.layers[1].self_attn.q_proj
+    with torch.no_grad():
+        layer.base_layer.weight[0, 0] = torch.finfo(torch.bfloat16).max
+        layer.lora_A["default"].weight[:, 0] = 0
+        layer.lora_A["default"].weight[0, 0] = 1e18
+        layer.lora_B["default"].weight[0, 0] = 1e18 / layer.scaling["default"]
+    assert "layers.1.self_attn.q_proj.weight: merging gives NaN" in refused(model, tmp_path / "out")
+
+
 # Beside other ways of saving
 
 
