@@ -131,7 +131,7 @@ class _ModuleDescriber:
         if id(tensor) in self.names:
             return {"name": name, "same_as": self.names[id(tensor)]}
         self.names[id(tensor)] = full
-        shape = self.shapes.get(full, global_shape(tensor))
+        shape = self.shapes[full] if full in self.shapes else global_shape(tensor)
         record = {"name": name, "shape": list(shape), "dtype": dtype_name(tensor.dtype)}
         return {**record, "requires_grad": tensor.requires_grad}
 
