@@ -255,11 +255,10 @@ def _take_lease(path: Path) -> tuple[Path, int] | None:
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except OSError:
         return None
-    facts = {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "machine": locks.machine_id() if locks.lock_descriptor(handle) else None,
-    }
+    machine = None
+    with suppress(BlockingIOError):  # another process checks the new lease at this moment: then only its age counts
+        machine = locks.machine_id() if locks.lock_descriptor(handle) else None
+    facts = {"host": socket.gethostname(), "pid": os.getpid(), "machine": machine}
     with suppress(OSError):  # on a full disk it stays empty, and only its age counts
         os.write(handle, json.dumps(facts).encode())
     return file, handle

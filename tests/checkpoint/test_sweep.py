@@ -26,7 +26,7 @@ from faults import (
 from ft_ckpt.checkpoint.catalog import discover, read_manifest, verify
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
 from ft_ckpt.checkpoint.delete import without_state
-from ft_ckpt.checkpoint.guards import TOMBSTONE, hold_lease, pin, unpin
+from ft_ckpt.checkpoint.guards import TOMBSTONE, hold_lease, lease_reasons, pin, unpin
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
 from ft_ckpt.checkpoint.prune import PruneReport, make_room, prune_run, recover_all, survey_run
 from ft_ckpt.errors import NotACheckpointError
@@ -416,6 +416,29 @@ def test_readers_and_sweeps_side_by_side(tmp_path):
     assert reads > 10
     prune_run(tmp_path, Keep(last=1))
     assert names(tmp_path) == ["checkpoint-199"]
+
+
+def test_a_lease_that_another_process_checks_as_it_is_taken(run, monkeypatch):
+    """The check locks it for a moment. It guards the checkpoint all the same."""
+    real = fcntl.flock
+
+    def checked_first(descriptor, operation):
+        checking = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+        real(checking, fcntl.LOCK_SH)
+        try:
+            real(descriptor, operation)
+        finally:
+            os.close(checking)
+
+    with contextlib.ExitStack() as stack:
+        with monkeypatch.context() as patch:
+            patch.setattr(fcntl, "flock", checked_first)
+            stack.enter_context(hold_lease(run / "checkpoint-9"))
+        assert lease_reasons(run / "checkpoint-9")
+        prune_run(run, Keep(last=1))
+        assert verify(run / "checkpoint-9").ok
+    prune_run(run, Keep(last=1))
+    assert not (run / "checkpoint-9").exists()
 
 
 @pytest.mark.parametrize("keep", [Keep(last=1), Keep(state=Keep(last=1))], ids=["drop", "strip"])
