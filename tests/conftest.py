@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import extensions
 import pytest
@@ -23,6 +24,7 @@ from launch import share_nursery
 from places import HELPERS
 from s3_server import S3, running_s3
 from seeds import examples
+from xdist.scheduler import LoadFileScheduling
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,6 +44,25 @@ LONGEST_FILES = (
 )
 
 _SECONDS_OF_SLOW_TESTS = 7200  # campaigns, on a machine with other work
+
+# Campaigns of several cases that share nothing: workers take the cases one by one, and not the file.
+CAMPAIGNS = {
+    "test_a_copy_that_is_killed_at_any_request_is_finished_by_the_next",
+    "test_a_copy_that_is_refused_from_any_request_on_is_finished_by_the_next",
+    "test_a_fault_at_every_request_of_two_writers",
+    "test_a_flipped_bit_goes_nowhere",
+    "test_a_run_that_is_killed_at_any_request_goes_on",
+    "test_a_run_that_is_stopped_at_any_request_goes_on",
+    "test_commands_that_are_killed_anywhere_are_finished_by_the_next_call",
+    "test_every_fault",
+    "test_every_fault_in_every_file",
+    "test_every_fault_of_a_read",
+    "test_killed_and_its_recovery_stopped",
+    "test_killed_two_hundred_times",
+    "test_mutated_files_give_right_values_or_an_error",
+    "test_no_flipped_bit_gives_another_model",
+    "test_two_thousand_damaged_inputs",
+}
 
 # Slow cases with a faster one beside them in the default run: only `scripts/test --all` runs them.
 ONLY_IN_ALL = {
@@ -236,6 +257,19 @@ def pytest_configure(config: pytest.Config) -> None:
         share_nursery()
         config.option.tx = [f"popen//python={sys.executable} {HELPERS / 'worker.py'}"] * len(config.option.tx)
     gc.disable()
+
+
+class _ByFileOrCase(LoadFileScheduling):
+    """Hands out whole files, whose tests share their launches, and single cases of campaigns."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        function = nodeid.partition("::")[2].partition("[")[0]
+        return nodeid if function in CAMPAIGNS else str(super()._split_scope(nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return _ByFileOrCase(config, log) if config.option.dist == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:
