@@ -114,8 +114,8 @@ class RunSaves:
         if self.follow_up.publisher is not None:
             run.published = self.follow_up.publisher.version or run.published
         try:
-            if self.session is not None:  # first: the writers prepare their files meanwhile
-                self.session.ask(run.step)
+            if self.invited is not None:  # first: the writers prepare their files meanwhile
+                self._ask_writers()
             captured = run.capture_state(self._current_ranks(), library_versions())
             if differing := differing_settings(captured.document):
                 report_differences(describe_differences(differing), f"step {run.step}", self._current_ranks(), config)
@@ -224,6 +224,12 @@ class RunSaves:
         if self.session is not None:
             self.session.close()
             self.session = None
+
+    def _ask_writers(self) -> None:
+        """Ask the writers for their state at this step. Collective; raises as `OpenSession.ask` does."""
+        session, ranks = self.session, self._current_ranks()
+        _, error = ranks.attempt(lambda: None if session is None else session.ask(self.run.step))
+        ranks.agree("the writers of save_state()", error=error)
 
     def _note_committed(self, report: SaveReport) -> None:
         self.last_saved = report.place.absolute

@@ -9,6 +9,7 @@ LAUNCHES = {
         "different_arguments",
         "what_follows_a_save",
         "error_on_one_rank",
+        "writers_taken_over",
         "writer_raises",
         "one_writer",
         "only_rank_0",
@@ -44,6 +45,11 @@ def test_one_rank_pushes_and_calls_what_follows_a_save(passed):
 def test_error_on_one_rank_reaches_the_others(passed):
     """One rank fails, the others wait until the watchdog comes."""
     passed("error_on_one_rank")
+
+
+def test_a_session_taken_over_is_an_error_on_every_rank(passed):
+    """Rank 0 raises before the others enter the save, and they wait for it."""
+    passed("writers_taken_over")
 
 
 def test_failed_write_leaves_the_older_checkpoint_and_latest(passed):

@@ -1,6 +1,7 @@
 """How ranks fail together: each case is a fault on one rank, and its required effect on every rank."""
 
 import contextlib
+import json
 import os
 import random
 import sys
@@ -22,6 +23,7 @@ from wrappers import fsdp2
 import ft_ckpt.storage.writer
 from ft_ckpt import CheckpointSaver, errors, latest, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.session import ROOM
 from ft_ckpt.distributed.ranks import current_ranks
 
 BUCKET = 1 << 16  # the smallest: the wide model takes some hundred of them
@@ -106,6 +108,24 @@ def error_on_one_rank(folder: Path) -> None:
     kind = (errors.RankError, errors.UnknownAttributeError)[harness.RANK]
     raised(kind, lambda: saver().save(model, folder / "out", attribute=attribute), "critic")
     nothing_in(folder)
+
+
+@harness.named
+def writers_taken_over(folder: Path) -> None:
+    """Rank 0 alone asks the writers for their parts: if it cannot, the others must not wait for it."""
+    model = models.build("partly_frozen")
+    made = saver(directory=folder)
+    made.register(model=model, optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    made.invite("replay")
+    file = folder / ROOM / "session.json"
+    if harness.RANK == 0:
+        file.write_text(json.dumps({**json.loads(file.read_text()), "token": "of another trainer"}))
+    dist.barrier()
+    made.step(step=1)
+    begun = time.monotonic()
+    raised((errors.WriterError, errors.RankError)[harness.RANK], made.save_state, "trains this run")
+    assert time.monotonic() - begun < 10
+    assert not list(folder.glob("checkpoint-*"))
 
 
 @harness.named
