@@ -48,8 +48,10 @@ def pinned_memory(size_bytes: int, device: torch.device) -> Tensor:
         if block is not None:
             return torch.frombuffer(block, dtype=torch.uint8)
         with suppress(RuntimeError), choosing_device(device):
-            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-    return torch.frombuffer(new_block(size_bytes), dtype=torch.uint8) if size_bytes else torch.empty(0).byte()
+            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    if not size_bytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(new_block(size_bytes), dtype=torch.uint8)
 
 
 def pinned_block(size_bytes: int, device: torch.device) -> Memory:

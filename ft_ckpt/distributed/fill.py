@@ -136,7 +136,7 @@ class _RowsLanding:
     box: WantedBox
     low: int = 0  # rows of the box that are done
     filled: int = 0  # bytes in the stage
-    stage: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    stage: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
 
     def put(self, data: Tensor) -> None:
         box, rows_of_box = self.box, self.box.mine.sizes[0]
@@ -220,7 +220,7 @@ def _is_expanded(local: Tensor) -> bool:
 def _fill_expanded(box: WantedBox) -> int:
     """Fill each memory location once. Raises LoadError if the elements that share it differ in the file."""
     local = box.local
-    whole = torch.empty(local.shape, dtype=local.dtype)
+    whole = torch.empty(local.shape, dtype=local.dtype, device="cpu")
     size_bytes = _fill_box(replace(box, local=whole))
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in local.stride())
     expanded = whole[once].expand(local.shape).contiguous()
@@ -372,7 +372,7 @@ class _PieceFeed:
     """Copies a stream of pieces of any size into buffers of other sizes."""
 
     def __init__(self, pieces: Iterator[Tensor]) -> None:
-        self._pieces, self._rest = pieces, torch.empty(0, dtype=torch.uint8)
+        self._pieces, self._rest = pieces, torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def fill_all(self, targets: Iterable[Tensor]) -> None:
         """Fill `targets` in order with the next bytes of the stream."""

@@ -66,7 +66,7 @@ def gather_tensors(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int, to
     """Full copies of `chosen` on the host of the rank `to`, by name; `{}` elsewhere. Collective."""
     full: dict[str, Tensor] = {}
     if ranks.rank == to:
-        full = {info.name: torch.empty(info.shape, dtype=info.dtype) for info in chosen}
+        full = {info.name: torch.empty(info.shape, dtype=info.dtype, device="cpu") for info in chosen}
     for chunk in stream_chunks(chosen, ranks, bucket_bytes, to):
         flat = full[chunk.name].view(-1)
         flat[chunk.start : chunk.start + chunk.data.numel()].copy_(chunk.data)

@@ -73,7 +73,7 @@ class DcpFile:
         stop = spec.numel if stop is None else stop
         for box in self.boxes[name]:  # check before allocating memory by the size in the metadata
             self.known[box] = self.known.get(box) or self._open_box(box, spec)
-        data = torch.empty(stop - start, dtype=getattr(torch, spec.dtype))
+        data = torch.empty(stop - start, dtype=getattr(torch, spec.dtype), device="cpu")
         filled = 0
         for origin, extent in _cut_range(start, stop, spec.shape) if stop > start else ():
             target = data[filled : filled + math.prod(extent)].view(extent)

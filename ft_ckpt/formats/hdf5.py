@@ -267,7 +267,7 @@ def _leaf_reader(leaf: StoredLeaf, dataset: Any) -> Any:
     """The function that reads elements of a leaf that cannot be mapped; None if it can."""
     if dataset is None:
         dtype = getattr(torch, leaf.dtype or "")
-        return lambda start, stop: torch.full((stop - start,), leaf.fill or 0, dtype=dtype)
+        return lambda start, stop: torch.full((stop - start,), leaf.fill or 0, dtype=dtype, device="cpu")
     if leaf.dtype is None:
         return dataset.read_elements
     return None if _same_bytes(leaf.dtype, dataset) else _converting_reader(leaf.dtype, dataset)

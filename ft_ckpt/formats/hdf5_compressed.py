@@ -474,7 +474,7 @@ class _ChunkReader:
 
     def __call__(self, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop). Raises CorruptError for a damaged chunk."""
-        values = torch.empty(max(0, stop - start) * self.item_bytes, dtype=torch.uint8)
+        values = torch.empty(max(0, stop - start) * self.item_bytes, dtype=torch.uint8, device="cpu")
         if stop > start:
             data = values.numpy()
             numbers = range(self.grid.chunk_at(start), self.grid.chunk_at(stop - 1) + 1)

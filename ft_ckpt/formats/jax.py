@@ -62,7 +62,7 @@ class OrbaxFile:
         spec = self.specs[name]
         stop, dtype = spec.numel if stop is None else stop, getattr(torch, spec.dtype)
         if stop <= start:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         row = math.prod(spec.shape[1:])
         first = start // row
         part = self.arrays[name][first : -(-stop // row)] if spec.shape else self.arrays[name]

@@ -494,7 +494,7 @@ def _leaf_bytes(leaf: Leaf) -> bytes:
 
 def _leaf_tensor(shape: list[int], dtype: str, text: str) -> torch.Tensor:
     data = bytearray(_base64_bytes(text))
-    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
     return flat.view(_torch_dtype(dtype)).reshape(shape)
 
 

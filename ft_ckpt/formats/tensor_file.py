@@ -135,7 +135,7 @@ class RawFile:
     def tensor(self, start: int, count: int, dtype: torch.dtype, mapped: bool | None = None) -> torch.Tensor:
         """`count` elements from byte `start`, 1-D; writes to it do not reach the file."""
         if not count:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         size_bytes = count * dtype.itemsize
         wanted = self.mapped if mapped is None else mapped
         if wanted and size_bytes >= MAP_BYTES and start % dtype.itemsize == 0:
@@ -545,7 +545,7 @@ class SpanFile:
                 parts.append(span.read(low - begin, high - low, dtype))
             begin += span.numel
         if not parts:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def runs(self, name: str) -> list[ByteRun] | None:
@@ -600,7 +600,7 @@ def read_in_steps(
     read: Callable[[str, int, int], Tensor], name: str, start: int, stop: int, dtype: torch.dtype
 ) -> Tensor:
     """Flat elements [start, stop) of tensor `name` in new memory, read by `read` in steps of 16 MiB."""
-    data, step = torch.empty(stop - start, dtype=dtype), _STEP_BYTES // dtype.itemsize
+    data, step = torch.empty(stop - start, dtype=dtype, device="cpu"), _STEP_BYTES // dtype.itemsize
     for low in range(start, stop, step):
         high = min(low + step, stop)
         data[low - start : high - start] = read(name, low, high)

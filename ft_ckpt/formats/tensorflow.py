@@ -112,7 +112,7 @@ class TensorFlowFile:
         spec = self.specs[name]
         stop = spec.numel if stop is None else min(stop, spec.numel)
         if stop <= start:
-            return torch.empty(0, dtype=getattr(torch, spec.dtype))
+            return torch.empty(0, dtype=getattr(torch, spec.dtype), device="cpu")
         if not spec.shape or spec.dtype in _UNSLICED:
             if self.held[0] != name:
                 self.held = (None, torch.empty(0))  # one at a time: the last is freed before the next is read

@@ -348,7 +348,7 @@ def _prompt_entries(view: View, adapter: str) -> list[Entry]:
         }
 
     group = Group(needed, run_encoder)
-    made = run_encoder({source.name: torch.zeros(source.shape, dtype=source.dtype) for source in needed})
+    made = run_encoder({source.name: torch.zeros(source.shape, dtype=source.dtype, device="cpu") for source in needed})
     entries = [Entry(name, tuple(t.shape), t.dtype, t.dtype, group=group) for name, t in made.items()]
     saved = f".modules_to_save.{adapter}."
     return entries + [unchanged_entry(n.replace(saved, "."), source) for n, source in others.items() if saved in n]

@@ -184,7 +184,7 @@ def fill_module(
     for name in found.fitting:
         file, own = stored[name]
         dtype = getattr(torch, file.specs[own].dtype)
-        target = direct.get(name) or source_of_tensor(name, name, torch.empty(shapes[name], dtype=dtype))
+        target = direct.get(name) or source_of_tensor(name, name, torch.empty(shapes[name], dtype=dtype, device="cpu"))
         if name not in direct:
             indirect[name] = target.local
         wanted.append(WantedTensor(replace(target, dtype=dtype), target.local, file, own))

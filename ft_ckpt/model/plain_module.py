@@ -239,7 +239,7 @@ def _buffer_value(record: Mapping[str, Any]) -> torch.Tensor:
         return torch.empty(record["shape"], dtype=dtype, device="meta")
     raw = bytearray(base64.b64decode(data))
     if not raw:  # frombuffer rejects empty buffers
-        return torch.empty(record["shape"], dtype=dtype)
+        return torch.empty(record["shape"], dtype=dtype, device="cpu")
     return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(record["shape"])
 
 

@@ -137,7 +137,7 @@ class _CopyMemory:
     """Reused memory of the size of the largest snapshot; pinned where an accelerator copies into it."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever the script's default device
         self._shapes: list[Any] = []
         self._places: list[Tensor] = []
 
@@ -149,9 +149,9 @@ class _CopyMemory:
             return self._places
         needed = copies_size(tensors)
         if self._memory.numel() < needed:
-            self._memory, self._places = torch.empty(0, dtype=torch.uint8), []  # freed first
+            self._memory, self._places = self._memory.new_empty(0), []  # freed first
             device = next((tensor.device for tensor in tensors if is_accelerator(tensor.device)), None)
-            self._memory = pinned_memory(needed, device) if device else torch.empty(needed, dtype=torch.uint8)
+            self._memory = pinned_memory(needed, device) if device else self._memory.new_empty(needed)
         self._shapes, self._places, at = shapes, [], 0
         for tensor in tensors:
             self._places.append(self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))

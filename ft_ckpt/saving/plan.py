@@ -186,7 +186,7 @@ def _made_batch(model: Any) -> dict[str, Tensor]:
     words = getattr(text, "vocab_size", None)
     if not isinstance(words, int) or getattr(model, "main_input_name", "") != "input_ids":
         raise ConfigError(f'check="logits": no batch can be made for {type(model).__name__}; give one, check={{...}}')
-    ids = torch.randint(words, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(_SEED))
+    ids = torch.randint(words, (_ROWS, _LENGTH), generator=torch.Generator("cpu").manual_seed(_SEED), device="cpu")
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return {**batch, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else batch
 

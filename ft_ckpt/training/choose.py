@@ -399,7 +399,7 @@ class RemoteFile:
         spec = self.specs[name]
         item = ITEM_BYTES[spec.dtype]
         stop = spec.size_bytes // item if stop is None else stop
-        data = torch.empty((stop - start) * item, dtype=torch.uint8)
+        data = torch.empty((stop - start) * item, dtype=torch.uint8, device="cpu")
         pending: deque[tuple[str, int, int]] = deque()
         step = max(1, _PIECE_BYTES // item)
         for low in range(start, stop, step):

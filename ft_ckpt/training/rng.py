@@ -189,7 +189,7 @@ def _put_devices(kind: str, indices: list[tuple[int, ...]], states: Any) -> str 
 
 def _byte_tensor(state: Any) -> torch.Tensor:
     # A plain copy: generators take neither lazily read nor mapped tensors.
-    return torch.as_tensor(state, dtype=torch.uint8).clone()
+    return torch.as_tensor(state, dtype=torch.uint8, device="cpu").clone()
 
 
 def _device_indices(wake: bool = False) -> dict[str, list[tuple[int, ...]]]:

@@ -6,6 +6,7 @@ import signal
 import threading
 from pathlib import Path
 
+import models
 import psutil
 import pytest
 import torch
@@ -103,6 +104,32 @@ def torn_free(folder: Path, saves: int, slack_bytes: int) -> None:  # a leak wou
             assert values(folder / "now") == {4.0 * number - 3}
             memory.append(process.memory_info().rss)
     assert min(memory[-10:]) - min(memory[saves // 3 : saves // 3 + 10]) < slack_bytes
+
+
+def test_the_default_device_of_a_script_is_not_that_of_copies(tmp_path):
+    """Memory that files are written from was allocated on torch.set_default_device's: the process crashed."""
+
+    def begun() -> tuple[nn.Module, CheckpointSaver]:
+        model = models.lora(models.build("llama"))
+        optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+        saver = CheckpointSaver(directory=tmp_path / "run", background=True)
+        saver.register(model=model, optimizer=optimizer)
+        return model, saver
+
+    (model, saver), (again, resuming) = begun(), begun()
+    with torch.no_grad():
+        for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
+            parameter.add_(1)
+    with torch.device("meta"), saver, resuming:  # another accelerator than the model's gives errors, not crashes
+        saver.step(step=1)
+        saver.save_state()
+        saver.save(model, tmp_path / "merged", merged=True)
+        assert saver.wait().notes
+        resuming.resume("must")
+    assert verify(tmp_path / "run" / "checkpoint-1").ok
+    assert verify(tmp_path / "merged").ok
+    restored = again.state_dict()
+    assert all(torch.equal(restored[name], value) for name, value in model.state_dict().items())
 
 
 def test_every_checkpoint_is_one_step(tmp_path):
