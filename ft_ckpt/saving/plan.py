@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt._version import __version__
-from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, BaseRecord, Manifest, PartRecord
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.replicas import sample_elements
@@ -261,7 +261,8 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], document: Doc
     """
     if not ranks.is_main:
         return Companions()
-    extras = _encode_extra_files(request.extra_files, {file.path for one in plans for file in one.files})
+    own = {path for one in plans for path in (one.index_path, *(file.path for file in one.files))}
+    extras = _encode_extra_files(request.extra_files, own | {MANIFEST_NAME, f"{FOLDER}/{DOCUMENT_NAME}"})
     described = [one.part for one in plans if one.part.kind in ("model", "adapter")]
     for part in described:
         check_companions(part.module, request.tokenizer, request.chat_template_name)
@@ -309,12 +310,17 @@ def _path_in(part: Part, name: str) -> str:
     return PurePosixPath(part.path, name).as_posix()
 
 
-def _encode_extra_files(files: Mapping[str, str | bytes], weights: set[str]) -> dict[str, bytes]:
+def _encode_extra_files(files: Mapping[str, str | bytes], own: set[str]) -> dict[str, bytes]:
+    """The contents of the caller's files. Raises ConfigError for names in `own`, which are the checkpoint's."""
     outside = [path for path in files if not is_inside(path)]
     if outside:
         raise ConfigError(f"extra_files: {', '.join(outside)}: expected plain paths inside the checkpoint")
-    if taken := sorted(weights & files.keys()):
-        raise ConfigError(f"extra_files: {', '.join(taken)}: the weights have this name; choose another")
+    if taken := sorted(own & files.keys()):
+        raise ConfigError(f"extra_files: {', '.join(taken)}: a file of the checkpoint itself; choose another name")
+    if wrong := [
+        path for path, content in files.items() if not isinstance(content, str | bytes | bytearray | memoryview)
+    ]:
+        raise ConfigError(f"extra_files: {', '.join(wrong)}: expected text or bytes")
     return {path: content.encode() if isinstance(content, str) else bytes(content) for path, content in files.items()}
 
 

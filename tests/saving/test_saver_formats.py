@@ -130,9 +130,13 @@ def test_compression_is_for_hdf5():
         CheckpointSaver(compression="zstd")
 
 
-def test_files_of_the_caller_leave_the_weights_their_names(tmp_path):
+def test_files_of_the_caller_leave_the_checkpoint_its_names(tmp_path):
+    """A checkpoint was committed whose manifest, or index, was not what it said."""
     model = models.build("llama")
-    for name in ("model.safetensors", "../out.txt"):
+    for name in ("model.safetensors", "../out.txt", "ft_ckpt.json", "model.safetensors.index.json"):
         with pytest.raises(ConfigError, match=rf"extra_files: {name}"):
             CheckpointSaver().save(model, tmp_path / "out", extra_files={name: b"mine"})
+    for content in (None, 5):
+        with pytest.raises(ConfigError, match=r"extra_files: notes\.txt: expected text or bytes"):
+            CheckpointSaver().save(model, tmp_path / "out", extra_files={"notes.txt": content})
     assert not any(tmp_path.iterdir())
