@@ -41,7 +41,6 @@ from ft_ckpt.model.settings import adapter_settings, differing_settings, is_irre
 from ft_ckpt.storage.place import Place, open_place, source_access
 
 _WIDE = {torch.float64: torch.float64, torch.complex128: torch.complex128}  # summed in their own dtype
-_NARROW = ("float16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _NO_MEAN = ("float8_e8m0fnu", "float4_e2m1fn_x2")  # powers of two, used as scales; two numbers per byte
 
 
@@ -180,7 +179,7 @@ class AveragedFile:
         for share, part in zip(self.shares[1:], parts, strict=True):
             total.add_(part.to(wide), alpha=share)
         dtype = dtype_of(self.specs[name].dtype)
-        if self.specs[name].dtype in _NARROW and bool((total.abs() > torch.finfo(dtype).max).any()):
+        if bool((total.abs() > torch.finfo(dtype).max).any()):
             self.beyond.add(name)
         return total.to(dtype)
 

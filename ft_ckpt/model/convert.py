@@ -281,7 +281,8 @@ class TranslatedFile:
         if data.dtype == wanted:
             return data.contiguous()
         cast = data.to(wanted)
-        if wanted == torch.float16 and bool((cast.isinf() & data.to(torch.float64).isfinite()).any()):
+        is_narrower = torch.finfo(wanted).max < torch.finfo(data.dtype).max
+        if is_narrower and bool(cast.isinf().any()) and bool((cast.isinf() & data.to(torch.float64).isfinite()).any()):
             self.overflown.add(name)
         return cast
 

@@ -208,7 +208,7 @@ def test_types_without_a_mean(tmp_path):
         average([tmp_path / "0.safetensors", tmp_path / "1.safetensors"], tmp_path / "out.safetensors")
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
 def test_values_beyond_their_type_are_named(tmp_path, dtype):
     most = torch.finfo(getattr(torch, dtype)).max
     for number, value in enumerate((most, 0.0)):
