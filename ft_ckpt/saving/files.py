@@ -133,7 +133,7 @@ def gathered_turns(places: Sequence[tuple[Entry, int]], way: GatherWay) -> Itera
 def cast_regions(start: int, entry: Entry, data: Tensor, nonfinite: set[str] | None = None) -> Iterator[Region]:
     """Flat elements of a tensor in the entry's dtype, on the host; converted ones in pieces, to save memory.
 
-    `start` is their offset in the file; `nonfinite`, if given, gets the entry's name if it has NaN or infinity.
+    `start` is their offset in the file; `nonfinite`, if given, gets the entry's name if NaN or infinity is stored.
     """
     if is_accelerator(data.device):
         pieces = host_pieces(data)
@@ -142,9 +142,9 @@ def cast_regions(start: int, entry: Entry, data: Tensor, nonfinite: set[str] | N
         step = max(1, data.numel() if is_ready else _SLICE)
         pieces = (data[low : low + step] for low in range(0, data.numel(), step))
     for piece in pieces:
-        if nonfinite is not None and piece.dtype.is_floating_point and not bool(torch.isfinite(piece).all()):
-            nonfinite.add(entry.name)
         part = piece.to(dtype=entry.dtype).contiguous()
+        if nonfinite is not None and part.dtype.is_floating_point and not bool(torch.isfinite(part).all()):
+            nonfinite.add(entry.name)  # as stored: a cast may overflow
         yield Region(start, part.data_ptr(), part.nbytes, part)
         start += part.nbytes
 

@@ -99,6 +99,10 @@ def test_nonfinite_values_by_policy(tmp_path):
     assert torch.isnan(ft_ckpt.load_model(report.path).bias[0])
     with pytest.raises(IncompleteError, match=r"bias, weight: NaN or infinity in 2 tensor\(s\)"):
         CheckpointSaver(nonfinite="raise").save(model, tmp_path / "refused")
+    with torch.no_grad():
+        model.bias[0], model.weight[1, 1] = 0.0, 1e6  # finite here, not as it would be stored
+    with pytest.raises(IncompleteError, match=r"weight: NaN or infinity in 1 tensor\(s\)"):
+        CheckpointSaver(nonfinite="raise", dtype="float16").save(model, tmp_path / "refused")
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
