@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint import commit
+from ft_ckpt.checkpoint.catalog import load_manifest
 from ft_ckpt.checkpoint.guards import is_mark
-from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
-from ft_ckpt.checkpoint.open_checkpoint import hold_open
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, BaseRecord, Manifest, PartRecord
+from ft_ckpt.checkpoint.open_checkpoint import checkpoint_around, hold_open
 from ft_ckpt.checkpoint.staging import Staging, open_staging_at
 from ft_ckpt.config import canonical_dtype, is_size, parse_size
 from ft_ckpt.errors import (
@@ -171,12 +172,17 @@ def convert_options(
 
 
 def check_apart(sources: Sequence[Place], options: ConvertOptions) -> None:
-    """Raise ConfigError if the target folder lies in a source folder."""
+    """Raise ConfigError if the target folder lies in a source folder, or is a checkpoint that contains a source."""
+    target = options.target
+    there, replaces = PurePosixPath(target.folder.identity), target.folder.stat(MANIFEST_NAME) is not None
     for source in sources:
         here = PurePosixPath(source.folder.identity)
-        inside = PurePosixPath(options.target.folder.identity).is_relative_to(here)
-        if options.to_folder and inside and source.is_folder:
-            raise ConfigError(f"{options.target}: in the folder that is to be read; choose a path outside of it")
+        if options.to_folder and there.is_relative_to(here) and source.is_folder:
+            raise ConfigError(f"{target}: in the folder that is to be read; choose a path outside of it")
+        if options.to_folder and replaces and here.is_relative_to(there):
+            raise ConfigError(
+                f"{target}: the checkpoint that {source.basename} is read from; choose a path outside of it"
+            )
 
 
 SLICE_BYTES = 4 << 20  # small, because memory freed by several threads stays in their heaps
@@ -528,6 +534,7 @@ def open_source(path: str | Path | Place, origin: Place | None = None) -> Tensor
 
 def _convert_to_file(opened: TensorFile, _source: Place, options: ConvertOptions) -> ConvertReport:
     file, target = TranslatedFile(opened, options.names, options.dtype), options.target
+    _refuse_listed(target)
     one = plan_output(options.format, target.name, file)
     _check_room(target.store, one.plan.layout.size_bytes)
     with replaced_object(target, options.access.for_file) as stage:
@@ -536,6 +543,13 @@ def _convert_to_file(opened: TensorFile, _source: Place, options: ConvertOptions
             with closing(open_source(stage)) as found:
                 check_copy(file, found, target.basename)
     return _conversion_report(options, [file], record.size_bytes, ())
+
+
+def _refuse_listed(target: Place) -> None:
+    """Raise TargetError if the target is a file of a checkpoint, which would differ from its manifest."""
+    around = checkpoint_around(target)
+    if around is not None and any(record.path == around[1] for record in load_manifest(around[0]).files):
+        raise TargetError(f"{target}: a file of the checkpoint {around[0].url}; choose a path outside of it")
 
 
 def _staging_with_room(options: ConvertOptions, size_bytes: int) -> Staging:

@@ -344,6 +344,20 @@ def test_a_folder_is_not_converted_into_itself(tmp_path, llama):
             convert(source, f"{target}/")
 
 
+def test_no_checkpoint_is_lost_to_a_part_of_it(tmp_path):
+    """The base and the other adapters were replaced by one adapter; a weight file by another than its manifest's."""
+    CheckpointSaver().save(models.build("lora"), tmp_path / "whole", adapter_only=False)
+    with pytest.raises(ConfigError, match="whole: the checkpoint that default is read from; choose a path outside"):
+        convert(tmp_path / "whole" / "adapters" / "default", tmp_path / "whole")
+    with pytest.raises(ConfigError, match=r"whole: the checkpoint that model\.safetensors is read from"):
+        convert(tmp_path / "whole" / "model.safetensors", tmp_path / "whole", format="h5")
+    with pytest.raises(
+        TargetError, match=r"model\.safetensors: a file of the checkpoint .*whole; choose a path outside"
+    ):
+        convert(tmp_path / "whole", tmp_path / "whole" / "model.safetensors", dtype="bfloat16")
+    assert ft_ckpt.verify(tmp_path / "whole").ok
+
+
 # The command
 
 
