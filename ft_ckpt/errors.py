@@ -34,11 +34,12 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from numbers import Integral, Real
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from ft_ckpt.messages import clean_causes, printable
+from ft_ckpt.messages import SECRET, clean_causes, printable
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -153,11 +154,17 @@ def listing(items: list[str], separator: str = "; ", most: int = 8) -> str:
 Rule: TypeAlias = tuple[str, Callable[[Any], bool], str]  # field, predicate, the expected value in words
 
 
-def check_settings(settings: object, rules: Iterable[Rule]) -> None:
-    """Raise ConfigError naming every field of `settings` whose value does not satisfy the predicate of its rule."""
+def check_settings(settings: Any, rules: Iterable[Rule]) -> None:
+    """Raise ConfigError naming every field of `settings` whose value does not satisfy the predicate of its rule.
+
+    `settings` is a dataclass. Of fields that its repr leaves out, only text is shown: others may contain secrets.
+    """
+    secret = {each.name for each in fields(settings) if not each.repr}
     values = [(field, getattr(settings, field), is_valid, words) for field, is_valid, words in rules]
     problems = [
-        f"{field}={value!r}: expected {words}" for field, value, is_valid, words in values if not is_valid(value)
+        f"{field}={SECRET if field in secret and not isinstance(value, str) else repr(value)}: expected {words}"
+        for field, value, is_valid, words in values
+        if not is_valid(value)
     ]
     if problems:
         raise ConfigError("; ".join(problems))
