@@ -198,6 +198,8 @@ def read_map(source: str | Path | Names | None) -> dict[str, str]:
     """
     given = {} if source is None else source
     pairs = list(given.items()) if isinstance(given, Mapping) else _parse_map(open_place(given))
+    if odd := [f"{old!r}" for old, new in pairs if not isinstance(old, str) or not isinstance(new, str)]:
+        raise ConfigError(f"{listing(odd, ', ')}: expected an old name and a new one, both text")
     wrong = [f"{old!r}" for old, new in pairs if old.endswith("*") != new.endswith("*")]
     twice = sorted({f"{old!r}" for old, _ in pairs if [one for one, _ in pairs].count(old) > 1})
     if wrong or twice:
@@ -207,11 +209,11 @@ def read_map(source: str | Path | Names | None) -> dict[str, str]:
     return dict(pairs)
 
 
-def _parse_map(path: Place) -> list[tuple[str, str]]:
+def _parse_map(path: Place) -> list[tuple[Any, Any]]:
     text = read_text(path.store, path.name)
     if text.lstrip().startswith("{"):
         try:
-            return [(str(old), str(new)) for old, new in json.loads(text, object_pairs_hook=list)]
+            return [(old, new) for old, new in json.loads(text, object_pairs_hook=list)]
         except ValueError as error:
             raise ConfigError(f"{path}: not JSON ({error}); expected old names and new ones") from error
     lines = _split_lines(text)
@@ -733,12 +735,21 @@ def _describe_part(part: PartRecord, source: Place) -> PartRecord:
         config: Any = json.loads(read_text(source.folder, name))
     except (OSError, ValueError):
         return part
+    if not isinstance(config, dict):
+        return part
     if part.kind == "adapter":
-        base = BaseRecord(config.get("base_model_name_or_path"), config.get("revision"), "float32", "", {})
         return dataclasses.replace(
-            part, name="default", adapter="default", active=True, class_name="PeftModel", base=base
+            part, name="default", adapter="default", active=True, class_name="PeftModel", base=named_base(config)
         )
-    return dataclasses.replace(part, class_name=str((config.get("architectures") or [""])[0]))
+    names = config.get("architectures")
+    return dataclasses.replace(part, class_name=str(names[0]) if isinstance(names, list) and names else "")
+
+
+def named_base(settings: Mapping[str, Any]) -> BaseRecord:
+    """The base that the config of an adapter names."""
+    named = [settings.get(field) for field in ("base_model_name_or_path", "revision")]
+    identity, revision = (value if isinstance(value, str) else None for value in named)
+    return BaseRecord(identity, revision, "float32", "", {})
 
 
 def _conversion_report(

@@ -28,7 +28,7 @@ from ft_ckpt.formats.detect import open_tensor_file
 from ft_ckpt.formats.layout import TensorFile, TensorRecord
 from ft_ckpt.formats.registry import checkpoint_format_of
 from ft_ckpt.model.attach_adapters import attach_adapters
-from ft_ckpt.model.convert import ConvertOptions, ConvertReport, check_apart, convert_options, open_source
+from ft_ckpt.model.convert import ConvertOptions, ConvertReport, check_apart, convert_options, named_base, open_source
 from ft_ckpt.model.entries import MergeChoice, Merged, finite_numbers, merge_choice
 from ft_ckpt.model.folder import JoinedFile, WeightsFolder, join_weight_files, weight_files
 from ft_ckpt.model.quantised import (
@@ -124,8 +124,8 @@ def find_base(stored: StoredAdapters, given: Any) -> Place:
         raise LoadError(f"{listing(wrong)}; expected one base; merge them one by one, or name the base with base=")
     record, base = stored.records[0], bases[str(stored.records[0].adapter)]
     named = _adapter_settings(Place(stored.held.store, record.path).folder).get("base_model_name_or_path")
-    for name in filter(None, dict.fromkeys((base.id, named))):
-        if (folder := _base_folder(str(name), base.revision)) is not None:
+    for name in filter(None, (base.id, named if isinstance(named, str) else None)):
+        if (folder := _base_folder(name, base.revision)) is not None:
             return folder
     raise LoadError(
         f"adapter {record.adapter!r}: its base {base.id or named!r} is neither a folder here nor in the Hub's cache; "
@@ -159,9 +159,8 @@ def _foreign_record(store: Store, path: str, name: str) -> PartRecord:
     settings, file = _adapter_settings(store), f"{path}/{files[0]}".lstrip("/")
     with closing(join_weight_files(store, files)) as opened:
         tensors = tuple(TensorRecord(one.name, one.shape, one.dtype, file, 0, 0) for one in opened.specs.values())
-    base = BaseRecord(settings.get("base_model_name_or_path"), settings.get("revision"), "float32", "", {})
     facts = PartRecord(name, path, "adapter", checkpoint_format_of(files[0]).name, "PeftModel", tensors)
-    return replace(facts, adapter=name, active=name == "default", base=base)
+    return replace(facts, adapter=name, active=name == "default", base=named_base(settings))
 
 
 def _adapter_settings(store: Store) -> dict[str, Any]:

@@ -164,11 +164,18 @@ def test_renaming_refuses_collisions_and_unknown_names(tmp_path, table, message)
     assert not (tmp_path / "y.pt").exists()
 
 
-@pytest.mark.parametrize("text", ["a b c\n", "a*  b\n", "a b\na c\n", '{"a": "b", "a": "c"}', '{"a": '])
+@pytest.mark.parametrize(
+    "text", ["a b c\n", "a*  b\n", "a b\na c\n", '{"a": "b", "a": "c"}', '{"a": ', '{"a": {"b": "c"}}']
+)
 def test_a_map_that_makes_no_sense_is_refused(tmp_path, text):
     (tmp_path / "map").write_text(text)
     with pytest.raises(ConfigError):
         read_map(tmp_path / "map")
+
+
+def test_a_map_of_other_things_than_names_is_refused():
+    with pytest.raises(ConfigError, match="'a': expected an old name and a new one, both text"):
+        read_map({"a": None})  # type: ignore[dict-item]
 
 
 @given(st.dictionaries(st.text("ab.", min_size=1), st.text("ab.", min_size=1)), st.sets(st.text("ab.", min_size=1)))
@@ -288,6 +295,24 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     for source in ("x.txt", "empty", "absent"):
         with pytest.raises(LoadError, match=source):
             convert(tmp_path / source, tmp_path / "y.pt")
+
+
+@pytest.mark.parametrize("config", [[], {"architectures": {"a": 1}}, {"architectures": "odd"}, {"architectures": []}])
+def test_a_config_of_another_form_is_taken_along(tmp_path, config):
+    (tmp_path / "odd").mkdir()
+    save_file({"a": torch.ones(1)}, tmp_path / "odd" / "model.safetensors")
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(config))
+    convert(tmp_path / "odd", tmp_path / "new")
+    assert json.loads((tmp_path / "new" / "config.json").read_text()) == config
+    assert ft_ckpt.verify(tmp_path / "new").ok
+
+
+def test_a_base_of_another_form_is_not_recorded(tmp_path):
+    (tmp_path / "odd").mkdir()
+    save_file({"a": torch.ones(1)}, tmp_path / "odd" / "adapter_model.safetensors")
+    (tmp_path / "odd" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": ["odd"]}))
+    convert(tmp_path / "odd", tmp_path / "new")
+    assert ft_ckpt.verify(tmp_path / "new").ok
 
 
 def test_what_links_lead_to_stays_where_it_is(tmp_path, llama):

@@ -286,6 +286,10 @@ def test_what_does_not_fit_is_refused(base, tmp_path):
     config.write_text(config.read_text().replace(str(base), "nobody/nothing"))
     with pytest.raises(errors.LoadError, match="'nobody/nothing' is neither a folder here"):
         merged(tmp_path / "adapter", tmp_path / "out")
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps({**settings, "base_model_name_or_path": ["odd"], "revision": {}}))
+    with pytest.raises(errors.LoadError, match=r"\['odd'\] is neither a folder here"):
+        merged(tmp_path / "adapter", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
