@@ -132,7 +132,8 @@ def load_model(
         return result
     origin = held.origin.folder if isinstance(held.origin, LocalStore) else held.origin.url
     reports = [report for _, report in loaded.values()]
-    return result, summary_of(origin, wanted or "", reports, copied=device not in (None, "cpu"))
+    is_copied = device is not None and torch.device(device).type != "cpu"
+    return result, summary_of(origin, wanted or "", reports, copied=is_copied)
 
 
 def _find_checkpoint(place: Place, part: str | None) -> tuple[Store, str | None]:

@@ -335,3 +335,9 @@ def on_two_ranks(request, tmp_path_factory):
 @pytest.mark.parametrize("case", sampled(RANKS, "whole/fsdp2", "lonely/save_state"))
 def test_on_two_ranks(on_two_ranks, case):
     assert on_two_ranks[case] == ""
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
+def test_a_report_says_whether_the_files_are_mapped(tmp_path, device):
+    CheckpointSaver().save(models.build("llama"), tmp_path / "out")
+    assert ft_ckpt.load_model(tmp_path / "out", device=device, mapped=True, with_report=True)[1].zero_copy
