@@ -190,6 +190,7 @@ def _chosen_records(path: Place, known: Sequence[PartRecord], names: Sequence[st
 _TOKENIZER = re.compile(
     r"tokenizer|special_tokens|added_tokens|vocab\.|merges\.txt|spiece|chat_template|processor_config"
 )
+_TEMPLATES = "additional_chat_templates"  # the folder of a tokenizer's further templates, by name
 # Rewritten, or belonging only to the base or to the adapters.
 _NOT_TAKEN = re.compile(r"(config|generation_config|adapter_config)\.json$|README\.md$|(adapters|state)/|.*\.py$")
 
@@ -302,7 +303,8 @@ def _companion_files(opened: TensorFile, stored: StoredAdapters) -> dict[str, by
     if isinstance(opened, WeightsFolder):
         taken = {one.name: opened.store for one in opened.companions()[0] if not _NOT_TAKEN.match(one.name)}
     store = Place(stored.held.store, stored.records[0].path).folder
-    own = [one.name for one in store.list_folder().objects if _TOKENIZER.search(one.name)]
+    templates = [f"{_TEMPLATES}/{one.name}" for one in store.within(_TEMPLATES).list_folder().objects]
+    own = [one.name for one in store.list_folder().objects if _TOKENIZER.search(one.name)] + templates
     if any("tokenizer" in name for name in own):
         taken = {name: there for name, there in taken.items() if not _TOKENIZER.search(name)}
         taken |= dict.fromkeys(own, store)

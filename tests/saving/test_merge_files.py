@@ -14,7 +14,7 @@ from launch import run_cases, run_python
 from methods import METHODS, UNMERGEABLE, low_rank, with_adapter
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors, latest, verify
@@ -174,6 +174,17 @@ def test_a_base_beside_its_adapters(base, tmp_path):
         "chat_template.jinja", "config.json", "ft_ckpt.json", "generation_config.json", "model.safetensors.index.json",
         "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
+
+
+def test_all_templates_of_the_adapters_tokenizer_are_taken(base, tmp_path):
+    """Named templates are in a folder of their own, which was left out."""
+    adapted(base, low_rank(LINEAR)).save_pretrained(tmp_path / "adapter")
+    tokenizer = models.tokenizer()
+    tokenizer.chat_template = {"default": "plain", "tool": "with tools"}
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    merged(tmp_path / "adapter", tmp_path / "out", base=base)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+    assert ft_ckpt.verify(tmp_path / "out").ok
 
 
 def test_another_base_is_refused(base, tmp_path):
