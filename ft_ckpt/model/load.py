@@ -16,6 +16,7 @@ from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around
 from ft_ckpt.checkpoint.signature import SignedBy, signature_problems
 from ft_ckpt.distributed.fill import readers_here
 from ft_ckpt.distributed.tensors import ModelTensors
+from ft_ckpt.distributed.wrappers import hides_tensors, keeps_weights, wrapper_chain
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.tensor_file import MemoryFile
@@ -229,9 +230,17 @@ def _load_group(held: OpenCheckpoint, records: list[PartRecord], options: _LoadO
     if not adapters or (whole is not None and whole.kind == "module"):
         return model, report
     check_base = options.check_base and whole is None
-    model, notes = attach_adapters(model, held, adapters, check_base=check_base, beside=whole is not None)
+    inside = _carrier_in(model)
+    made, notes = attach_adapters(inside, held, adapters, check_base=check_base, beside=whole is not None)
     count = report.tensors + sum(len(record.tensors) for record in adapters)
-    return model, LoadReport(held.store.url, "", (), (), (), count, report.zero_copy, notes)
+    loaded = model if made is inside else made
+    return loaded, LoadReport(held.store.url, "", (), (), (), count, report.zero_copy, notes)
+
+
+def _carrier_in(model: nn.Module) -> nn.Module:
+    """The module for PEFT inside wrappers, such as DDP; `model` if an engine has taken its tensors."""
+    chain = wrapper_chain(model)
+    return model if any(hides_tensors(each) or keeps_weights(each) for each in chain) else chain[-1]
 
 
 def _load_plain(held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> tuple[nn.Module, LoadReport]:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import models
 import pytest
 import torch
 from places import ROOT
@@ -93,6 +94,18 @@ def test_wrapped_models_are_filled(saved, wrap):
     wrapped = wrap(model)
     assert ft_ckpt.load_model(saved, into=wrapped) is wrapped
     assert same(model, network(1))
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
+def test_adapters_in_wrapped_models_are_filled(tmp_path, wrap):
+    """The wrapper was taken for a base that is another one."""
+    model, other = models.lora(models.build("llama")), models.lora(models.build("llama"))
+    CheckpointSaver().save(models.trained(model), tmp_path / "out", adapter_only=True)
+    wrapped = wrap(other)
+    assert ft_ckpt.load_model(tmp_path / "out", into=wrapped) is wrapped
+    assert same(other, model)
+    base = models.build("llama")
+    assert same(ft_ckpt.load_model(tmp_path / "out", into=wrap(base)), model)
 
 
 def test_modules_that_load_in_a_way_of_their_own_are_asked_to(saved):
