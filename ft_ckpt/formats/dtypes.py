@@ -19,3 +19,10 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise LoadError(f"{name!r} is no torch dtype; the checkpoint is damaged, use another")
     return dtype
+
+
+def all_finite(data: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinity, in any dtype; `torch.isfinite` takes few of 8 bits."""
+    if not (data.is_floating_point() or data.is_complex()) or data.dtype == torch.float4_e2m1fn_x2:  # has neither
+        return True
+    return bool(torch.isfinite(data if data.dtype.itemsize > 1 else data.float()).all())

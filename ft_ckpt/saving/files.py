@@ -18,7 +18,7 @@ from ft_ckpt.distributed.gather import Chunk, gather_tensors, stream_buckets
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
-from ft_ckpt.formats.dtypes import dtype_name
+from ft_ckpt.formats.dtypes import all_finite, dtype_name
 from ft_ckpt.formats.file_io import FilePlan
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.registry import DEFAULT_FORMAT, TensorFormat, format_named
@@ -143,7 +143,7 @@ def cast_regions(start: int, entry: Entry, data: Tensor, nonfinite: set[str] | N
         pieces = (data[low : low + step] for low in range(0, data.numel(), step))
     for piece in pieces:
         part = piece.to(dtype=entry.dtype).contiguous()
-        if nonfinite is not None and part.dtype.is_floating_point and not bool(torch.isfinite(part).all()):
+        if nonfinite is not None and not all_finite(part):
             nonfinite.add(entry.name)  # as stored: a cast may overflow
         yield Region(start, part.data_ptr(), part.nbytes, part)
         start += part.nbytes

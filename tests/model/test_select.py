@@ -106,6 +106,16 @@ def test_nonfinite_values_by_policy(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "complex64"])
+def test_nonfinite_values_of_dtypes_that_torch_checks_otherwise(tmp_path, dtype):
+    values = torch.tensor([1.0, float("nan")])
+    model = nn.ParameterDict({"whole": nn.Parameter(values[:1].to(getattr(torch, dtype)), requires_grad=False)})
+    CheckpointSaver(nonfinite="raise").save(model, tmp_path / "whole")
+    model["broken"] = nn.Parameter(values.to(getattr(torch, dtype)), requires_grad=False)
+    with pytest.raises(IncompleteError, match=r"broken: NaN or infinity in 1 tensor\(s\)"):
+        CheckpointSaver(nonfinite="raise").save(model, tmp_path / "refused")
+
+
 def test_casts_are_counted_and_config_agrees(tmp_path):
     """Float32 masters of a bf16 model double the file while the config says bf16."""
     model = llama()
