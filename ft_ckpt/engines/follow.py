@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint.catalog import CheckpointInfo
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, in_run_order
 from ft_ckpt.checkpoint.follow import POLL_SECONDS, Follower, key_of
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.engines.client import Client
@@ -130,9 +130,16 @@ class _PublishingFollower(Follower):
     options: PublishOptions
     on_published: Callable[[PublishReport], object]
     published: int = 0
+    newest: CheckpointInfo | None = None  # of those that were published
 
     def visit(self, waiting: Sequence[CheckpointInfo], infos: Sequence[CheckpointInfo]) -> None:
         """Publish the newest checkpoint, and settle it and all older ones."""
+        if self.newest is not None:  # a sync brings the newest first
+            ordered = in_run_order([*infos, self.newest])
+            self.settled |= {key_of(each) for each in ordered[: ordered.index(self.newest)]}
+        waiting = [each for each in waiting if key_of(each) not in self.settled]
+        if not waiting:
+            return
         info = waiting[-1]
         try:
             report = publish_with(info.place, self.urls, self.options)
@@ -147,6 +154,7 @@ class _PublishingFollower(Follower):
             self.skip(info, error)
         else:
             self.settled |= {key_of(each) for each in infos[: infos.index(info) + 1]}
+            self.newest = info
             self.published += 1
             self.errors.clear()
             self.outages.clear()

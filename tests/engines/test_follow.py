@@ -120,6 +120,28 @@ def test_deleting_the_newest_publishes_no_older_one(files: EngineFiles, run: Pat
         assert following.steps == [2]
 
 
+def test_an_older_one_that_comes_later_is_not_published(files: EngineFiles, run: Path) -> None:
+    newest = put(files, run, 3)
+    with serving(files.base) as engine:
+        following = Following(run, engine.url)
+        following.actions = [
+            lambda: (put(files, run, 1), shutil.rmtree(newest), damage(put(files, run, 4)), put(files, run, 5)),
+            lambda: put(files, run, 2),
+        ]
+        following.go()
+        assert following.steps == [3, 5]
+
+
+def test_older_ones_that_come_while_the_newest_is_damaged_are_not_published(files: EngineFiles, run: Path) -> None:
+    put(files, run, 3)
+    with serving(files.base) as engine:
+        following = Following(run, engine.url)
+        following.actions = [lambda: (put(files, run, 2), damage(put(files, run, 4)))]
+        with pytest.raises(ft_ckpt.errors.CorruptError, match="checkpoint-4"):
+            following.go()
+        assert following.steps == [3]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it(number: int, files: EngineFiles, run: Path) -> None:
     put(files, run, 1)
