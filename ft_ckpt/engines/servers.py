@@ -6,6 +6,7 @@ Only paths, names and plain JSON are sent: the endpoints for tensors take pickle
 those for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -153,11 +154,14 @@ def probe(server: Server, model: str) -> list[list[float]]:
         answer = server.client.expect(server.client.post("/v1/completions", body), f"a completion by {model!r}")
         try:
             top = answer.document["choices"][0]["logprobs"]["top_logprobs"][0]
-            found.append(sorted(map(float, top.values()), reverse=True)[:_TOP])
+            numbers = sorted(map(float, top.values()), reverse=True)[:_TOP]
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+            numbers = [math.nan]
+        if not all(map(math.isfinite, numbers)):  # every comparison with NaN passes
             raise EngineError(
-                f"{server.client.url}: a completion by {model!r} has no log probabilities: {answer.quoted}"
-            ) from None
+                f"{server.client.url}: a completion by {model!r} has no finite log probabilities: {answer.quoted}"
+            )
+        found.append(numbers)
     return found
 
 

@@ -97,6 +97,16 @@ def test_an_adapter_that_is_not_applied_is_unloaded(kind: str, trait: str, expec
         assert len(engine.adapters) == 2
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+def test_answers_that_are_no_numbers_prove_nothing(
+    number: float, files: EngineFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "log_probabilities", lambda *_: [-1.0, number])
+    with serving(files.base) as engine:
+        assert "no finite log probabilities" in failed(files.adapters[0], engine)
+        assert not engine.adapters
+
+
 def test_a_name_that_is_used_again_answers_from_the_new_files(files: EngineFiles) -> None:
     with serving(files.base, traits={"stale names"}) as engine:
         name = send(files.adapters[0], engine, name="p", version="v1").name
