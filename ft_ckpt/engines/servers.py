@@ -99,9 +99,7 @@ def connect(client: Client) -> Server:
     models = client.get("/v1/models")
     if not models.is_absent:
         client.expect(models, "its list of models")
-    listed = models.document if models.is_success else None
-    entries = listed.get("data") if isinstance(listed, dict) else None
-    owners = {str(each.get("owned_by", "")).lower() for each in entries or () if isinstance(each, dict)}
+    owners = {str(each.get("owned_by", "")).lower() for each in _listed(models)} if models.is_success else set()
     for owner, advice in _REFUSED.items():
         if owner in owners:
             raise ConfigError(f"{client.url}: {advice}")
@@ -166,14 +164,20 @@ def probe(server: Server, model: str) -> list[list[float]]:
 
 
 def _served(client: Client) -> Served:
-    found = client.expect(client.get("/v1/models"), "its list of models").document
-    data = found.get("data") if isinstance(found, dict) else None
-    models = [each for each in data or () if isinstance(each, dict) and isinstance(each.get("id"), str)]
+    listed = _listed(client.expect(client.get("/v1/models"), "its list of models"))
+    models = [each for each in listed if isinstance(each.get("id"), str)]
     if not models:
         raise EngineError(f"{client.url}: lists no model; is it still starting?")
-    adapters = {each["id"]: each.get("root") for each in models if each.get("parent")}
+    paths = {each["id"]: each["root"] if isinstance(each.get("root"), str) else None for each in models}
     base = next((each for each in models if not each.get("parent")), models[0])
-    return Served(base["id"], base.get("root"), adapters)
+    adapters = {each["id"]: paths[each["id"]] for each in models if each.get("parent")}
+    return Served(base["id"], paths[base["id"]], adapters)
+
+
+def _listed(answer: Answer) -> list[dict[str, Any]]:
+    """The entries of a list of models."""
+    found = answer.document.get("data") if isinstance(answer.document, dict) else None
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
 @dataclass(frozen=True)

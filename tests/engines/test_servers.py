@@ -216,6 +216,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "tgi": ({"/info": {"model_id": "m"}}, "TGI reads adapters"),
     "another": ({"/v1/models": {"data": [{"id": "m", "owned_by": "me"}]}}, "no server that can be published to"),
     "a page": ({"/v1/models": "<html>"}, "no server that can be published to"),
+    "a number": ({"/v1/models": {"data": 5}}, "no server that can be published to"),
 }
 
 
@@ -240,6 +241,13 @@ def test_engines_say_who_they_are(files: EngineFiles) -> None:
         assert (first.engine, first.version, second.engine, second.version) == ("vLLM", "0.32.0", "SGLang", "0.5.9")
         assert first.served().base == second.served().base == "base"
         assert first.weight_version() == second.weight_version() == "default"
+
+
+def test_a_path_that_is_no_text_is_not_known() -> None:
+    models = {"data": [{"id": "m", "root": 5, "owned_by": "vllm"}, {"id": "a", "root": [1], "parent": "m"}]}
+    with answered(lambda handler: send(handler, json.dumps(models).encode())) as (url, _):
+        served = connect(Client(url)).served()
+        assert (served.base, served.base_path, served.adapters) == ("m", None, {"a": None})
 
 
 def test_a_server_behind_a_redirect_gets_nothing(files: EngineFiles) -> None:
