@@ -243,7 +243,7 @@ def _shape_findings(config: Mapping[str, Any], file: TensorFile) -> Iterator[str
     """Contradictions between the config and the tensors, for shapes that every decoder has."""
     text = config.get("text_config")
     inner: Mapping[str, Any] = text if isinstance(text, dict) else config
-    vocabulary, hidden = inner.get("vocab_size"), inner.get("hidden_size")
+    vocabulary, hidden = inner.get("vocab_size"), inner.get("word_embed_proj_dim", inner.get("hidden_size"))
     for name, spec in file.specs.items():
         if name.endswith("embed_tokens.weight") and len(spec.shape) == 2:
             for field, expected, size in (
@@ -254,13 +254,20 @@ def _shape_findings(config: Mapping[str, Any], file: TensorFile) -> Iterator[str
                     shape = list(spec.shape)
                     yield f"{name}: shape {shape}, expected {field} {expected} of config.json; use another checkpoint"
     layers, held = inner.get("num_hidden_layers"), _layers_in(file.specs)
-    if isinstance(layers, int) and held and max(held) + 1 != layers:
-        yield f"config.json: num_hidden_layers {layers}, and tensors of {max(held) + 1} layers; use another checkpoint"
+    further = inner.get("num_nextn_predict_layers")  # of multi-token prediction, stored after the others or left out
+    most = layers + (further if isinstance(further, int) else 0) if isinstance(layers, int) else 0
+    if isinstance(layers, int) and held and not any(layers <= count <= most for count in held):
+        yield f"config.json: num_hidden_layers {layers}, and tensors of {max(held)} layers; use another checkpoint"
 
 
 def _layers_in(names: Iterable[str]) -> set[int]:
-    found = (name.partition(".layers.")[2].partition(".")[0] for name in names if ".layers." in name)
-    return {int(number) for number in found if number.isdecimal()}
+    """The number of layers of each stack, such as a decoder and a vision encoder."""
+    found: dict[str, int] = {}
+    for stack, mark, rest in (name.partition(".layers.") for name in names):
+        number = rest.partition(".")[0]
+        if mark and number.isdecimal():
+            found[stack] = max(found.get(stack, 0), int(number) + 1)
+    return set(found.values())
 
 
 def _nonfinite(file: TensorFile) -> Iterator[str]:

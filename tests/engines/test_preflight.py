@@ -14,6 +14,7 @@ from engine_models import base_model
 from engine_server import serving
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from transformers import OPTConfig, OPTForCausalLM, PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
 from ft_ckpt import check_for, publish
 from ft_ckpt.errors import ConfigError, LoadError
@@ -202,6 +203,33 @@ def test_files_that_are_missing(gone: list[str], expected: str, files: EngineFil
 def test_a_model_that_fits(files: EngineFiles) -> None:
     for engine in ("vllm", "sglang"):
         assert [check_for(engine, folder) for folder in (files.base, files.qwen)] == [[], []]
+
+
+def test_a_vision_encoder_may_have_more_layers(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    text = {"model_type": "gemma", "vocab_size": 64, "num_hidden_layers": 2, "head_dim": 8, **sizes}
+    vision = {"model_type": "siglip_vision_model", "num_hidden_layers": 3, "image_size": 28, "patch_size": 14, **sizes}
+    config = PaliGemmaConfig(text_config=text, vision_config=vision, projection_dim=16, image_token_index=63)
+    PaliGemmaForConditionalGeneration(config).save_pretrained(tmp_path)
+    (found,) = check_for("vllm", tmp_path)
+    assert found.startswith("tokenizer.json: missing")
+
+
+def test_embeddings_may_be_projected(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 16, "ffn_dim": 32, "num_attention_heads": 2}
+    OPTForCausalLM(OPTConfig(vocab_size=64, num_hidden_layers=2, **sizes)).save_pretrained(tmp_path)
+    (found,) = check_for("vllm", tmp_path)
+    assert found.startswith("tokenizer.json: missing")
+
+
+@pytest.mark.parametrize("layers", [3, 4])
+def test_layers_that_predict_further_tokens_may_be_stored(layers: int, files: EngineFiles, tmp_path: Path) -> None:
+    folder = shutil.copytree(files.base, tmp_path / "model")
+    (folder / "ft_ckpt.json").unlink()
+    config = folder / "config.json"
+    changed = {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changed}))
+    assert check_for("vllm", folder) == []
 
 
 # The base of an adapter
