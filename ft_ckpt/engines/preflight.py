@@ -107,7 +107,7 @@ def rank_and_scale(settings: Mapping[str, Any], layer: str) -> tuple[int, float]
 
     def chosen(field: str, default: Any) -> Any:
         pattern = dict(_pattern(settings, field))
-        return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", layer)), default)
+        return next((value for key, value in pattern.items() if re.match(_expression(key), layer)), default)
 
     rank = chosen("rank_pattern", settings["r"])
     alpha = float(chosen("alpha_pattern", settings.get("lora_alpha", 8)))
@@ -162,9 +162,14 @@ def _rank_findings(settings: Mapping[str, Any], most: int) -> Iterator[str]:
             yield f"rank_pattern, alpha_pattern: {key!r} is no regular expression; use another copy"
 
 
+def _expression(key: str) -> str:
+    """The regular expression that PEFT makes of a key of a pattern."""
+    return rf"(.*\.)?({key})$"
+
+
 def _is_expression(text: str) -> bool:
     try:
-        re.compile(text)
+        re.compile(_expression(text))
     except (re.error, OverflowError, RecursionError):
         return False
     return True

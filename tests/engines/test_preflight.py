@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,12 @@ def test_refused(settings: dict[str, Any], expected: str, adapter: Callable[...,
     found = check_for("vllm", adapter(**settings))
     assert any(re.match(f".*{expected}", line) for line in found), found
     assert all("\n" not in line and ";" in line for line in found)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 takes flags inside of an expression")
+def test_a_pattern_that_is_an_expression_only_alone(adapter: Callable[..., Path]) -> None:
+    found = check_for("vllm", adapter(alpha_pattern={"(?i)Q_PROJ": 4}))
+    assert any("'(?i)Q_PROJ' is no regular expression" in line for line in found)
 
 
 @pytest.mark.parametrize("settings", PASSED, ids=[str(each)[:40] for each in PASSED])
