@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.checkpoint.open_checkpoint import hold_open
-from ft_ckpt.engines.preflight import adapter_findings, check_engine, lora_layers, rank_and_scale
+from ft_ckpt.engines.preflight import MERGE, adapter_findings, check_engine, lora_layers, rank_and_scale
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.tensor_file import MemoryFile
@@ -94,6 +94,10 @@ def _plain_adapter(file: TensorFile, settings: Mapping[str, Any]) -> tuple[Memor
                 break
         else:
             rounded.append(head)
+            if not torch.isfinite(outer).all():
+                raise SelectionError(
+                    f"{head}.lora_B.weight: not finite in float32, scaled by {own_scale / scale:.6g}; {MERGE}"
+                )
         tensors[f"{head}.lora_A.weight"] = torch.nn.functional.pad(inner, (0, 0, 0, rank - own_rank))
         tensors[f"{head}.lora_B.weight"] = torch.nn.functional.pad(outer, (0, rank - own_rank))
     alpha = scale * rank

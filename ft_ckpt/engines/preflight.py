@@ -27,7 +27,7 @@ from ft_ckpt.storage.store import Store, read_text
 
 ENGINES = ("vllm", "sglang")
 MOST_RANK = 16  # of vLLM without --max-lora-rank
-_MERGE = "merge it (`ft-ckpt merge`) and publish full weights"
+MERGE = "merge it (`ft-ckpt merge`) and publish full weights"
 _EXPORT = "convert it (`ft-ckpt export ADAPTER OUT --for vllm`)"
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
@@ -84,14 +84,14 @@ def adapter_findings(settings: Mapping[str, Any], file: TensorFile, max_lora_ran
     """The findings of an adapter with the `settings` of adapter_config.json, except those that an export fixes."""
     kind = settings.get("peft_type")
     if kind != "LORA":
-        yield f"peft_type: {kind}, expected LORA; {_MERGE}"
+        yield f"peft_type: {kind}, expected LORA; {MERGE}"
         return
     wrong_ranks = list(_rank_findings(settings, max_lora_rank))
     yield from wrong_ranks
     yield from _field_findings(settings)
     other = sorted({name for name in file.specs if not name.endswith((_INNER, _OUTER))})
     if other:
-        yield f"{other[0]}: one of {len(other)} tensors that are no LoRA matrices, which would be dropped; {_MERGE}"
+        yield f"{other[0]}: one of {len(other)} tensors that are no LoRA matrices, which would be dropped; {MERGE}"
     if not lora_layers(file):
         yield "adapter_model.safetensors: no LoRA matrices in it; use another copy"
     yield from [] if wrong_ranks else _matrix_findings(settings, file)
@@ -149,7 +149,7 @@ def _rank_findings(settings: Mapping[str, Any], most: int) -> Iterator[str]:
     ranks = {f"rank_pattern[{key!r}]": value for key, value in _pattern(settings, "rank_pattern")}
     for field, rank in {"r": settings.get("r"), **ranks}.items():
         if not isinstance(rank, int) or not 0 < rank <= most:
-            yield f"{field}: {rank}, expected 1 to {most}; start the server with a larger --max-lora-rank, or {_MERGE}"
+            yield f"{field}: {rank}, expected 1 to {most}; start the server with a larger --max-lora-rank, or {MERGE}"
     alphas = {f"alpha_pattern[{key!r}]": value for key, value in _pattern(settings, "alpha_pattern")}
     for field, alpha in {"lora_alpha": settings.get("lora_alpha", 8), **alphas}.items():
         if not is_number(alpha, -_MOST_FLOAT, _MOST_FLOAT):
@@ -188,7 +188,7 @@ def _matrix_findings(settings: Mapping[str, Any], file: TensorFile) -> Iterator[
                 f"{layer}: shapes {list(shapes[0])} and {list(shapes[1])}, expected two matrices of rank {rank}"
             )
     if wrong:
-        yield f"{listing(wrong, '; ', 3)}; engines have no place for them, {_MERGE}"
+        yield f"{listing(wrong, '; ', 3)}; engines have no place for them, {MERGE}"
 
 
 def _type_findings(file: TensorFile) -> Iterator[str]:
@@ -205,21 +205,21 @@ def _type_findings(file: TensorFile) -> Iterator[str]:
 def _field_findings(settings: Mapping[str, Any]) -> Iterator[str]:
     for field in _UNREAD:
         if settings.get(field):
-            yield f"{field}: set, and neither read nor applied; {_MERGE}"
+            yield f"{field}: set, and neither read nor applied; {MERGE}"
     if settings.get("bias") not in (None, "none"):
-        yield f"bias: {settings['bias']!r}, expected 'none': trained biases would be dropped; {_MERGE}"
+        yield f"bias: {settings['bias']!r}, expected 'none': trained biases would be dropped; {MERGE}"
     if settings.get("modules_to_save"):
-        yield f"modules_to_save: {settings['modules_to_save']}, which would be dropped; {_MERGE}"
+        yield f"modules_to_save: {settings['modules_to_save']}, which would be dropped; {MERGE}"
     if settings.get("trainable_token_indices"):
-        yield f"trainable_token_indices: set, and trained tokens would be dropped; {_MERGE}"
+        yield f"trainable_token_indices: set, and trained tokens would be dropped; {MERGE}"
     if settings.get("target_parameters"):
         names = settings["target_parameters"]
-        yield f"target_parameters: {names}: fused experts, which engines order differently; {_MERGE}"
+        yield f"target_parameters: {names}: fused experts, which engines order differently; {MERGE}"
     start = settings.get("init_lora_weights")
     if start not in _PLAIN_STARTS:
         yield (
             f"init_lora_weights: {start!r} changed the base, so that the adapter fits no other; save it with "
-            f"path_initial_model_for_weight_conversion, or {_MERGE}"
+            f"path_initial_model_for_weight_conversion, or {MERGE}"
         )
 
 

@@ -84,6 +84,13 @@ def test_other_scales_are_counted(tmp_path: Path) -> None:
     assert "4 of 28 layers: lora_B is scaled and rounded in float32" in report.notes
 
 
+def test_a_scale_that_overflows_is_refused(tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", alpha_pattern={"o_proj": 1e42})
+    with pytest.raises(SelectionError, match=r"o_proj\.lora_B\.weight: not finite in float32, scaled by 6.*; merge"):
+        ft_ckpt.export(adapter, tmp_path / "plain")
+    assert not (tmp_path / "plain").exists()
+
+
 def test_the_manifest_names_the_source(tmp_path: Path, files: EngineFiles) -> None:
     ft_ckpt.export(files.adapters[0], tmp_path / "run/plain")
     found = json.loads((tmp_path / "run/plain/ft_ckpt.json").read_text())
