@@ -268,7 +268,8 @@ def _exported(
             yield held, record, options
             return
         name, _, version = _adapter_name(held, options).partition("@")
-        plain = options.stage / f"{name}-{version}-{held.identity[:8]}"
+        part = f"-{record.path.replace('/', '-')}" if record.path else ""
+        plain = options.stage / f"{name}-{version}-{held.identity[:8]}{part}"
         if LocalStore(plain).stat(MANIFEST_NAME) is None:
             export(held.path / record.path, plain, servers[0].engine.lower())
         with _opened(open_place(plain), replace(options, part=None)) as (held, record):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, TargetError
+from ft_ckpt.errors import ConfigError, CorruptError, EngineError, LoadError, SelectionError, TargetError
 
 PATTERNS = [
     {"rank_pattern": {"q_proj": 4, "layers.1.self_attn.v_proj": 16}},
@@ -189,6 +189,20 @@ def test_publish_exports_into_the_stage(tmp_path: Path, files: EngineFiles) -> N
         assert reports[0].name.startswith("run@7-")
         assert Path(loaded.body["lora_path"]).parent == tmp_path / "seen"
         assert ft_ckpt.check_for("vllm", loaded.body["lora_path"]) == []
+
+
+def test_each_part_has_its_own_export(tmp_path: Path, files: EngineFiles) -> None:
+    model = with_adapter(base_model("llama"), 1, rank_pattern={"q_proj": 4})
+    for name in ("one", "two"):
+        model.add_adapter(name, model.peft_config["default"])
+    model.delete_adapter("default")
+    with CheckpointSaver(None) as saver:
+        saver.save(model, tmp_path / "run/checkpoint-7", adapter_only=True, step=7)
+    options = {"stage": tmp_path / "seen", "check": "listed"}
+    with serving(files.base) as engine:
+        ft_ckpt.publish(tmp_path / "run/checkpoint-7", engine.url, part="one", **options)
+        with pytest.raises(EngineError, match=r"loaded from .*-one, expected .*-two; give another version="):
+            ft_ckpt.publish(tmp_path / "run/checkpoint-7", engine.url, part="two", **options)
 
 
 def test_all_layers_are_in_the_models() -> None:
