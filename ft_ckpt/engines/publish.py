@@ -354,10 +354,11 @@ class _Folder:
 
 def _own_path(path: str | None, visible_at: Mapping[str, str]) -> str:
     """The path on this machine of the servers' `path`: the same if `visible_at` does not contain it; "" for None."""
-    for folder, seen in visible_at.items():
-        if path and Path(path).is_relative_to(seen):
-            return str(Path(folder) / Path(path).relative_to(seen))
-    return path or ""
+    fitting = [folder for folder, seen in visible_at.items() if path and Path(path).is_relative_to(seen)]
+    if not path or not fitting:
+        return path or ""
+    folder = max(fitting, key=lambda each: len(visible_at[each]))
+    return str(Path(folder) / Path(path).relative_to(visible_at[folder]))
 
 
 def _run_of(place: Place) -> str:

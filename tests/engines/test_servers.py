@@ -304,6 +304,10 @@ def test_folders_are_seen_under_other_paths(files: EngineFiles, tmp_path: Path) 
         weights = {"visible_at": {str(files.root): str(tmp_path / "there"), str(files.root.parent): "/wrong"}}
         publish(files.weights[0], engine.url, **weights)  # the longer one counts
         assert engine.held == str(tmp_path / "there/run/checkpoint-1")
+        engine.start()
+        nested = {str(tmp_path / "else"): str(files.root.parent), str(files.root): str(files.root)}
+        (found,) = publish(files.adapters[1], engine.url, visible_at=nested).servers
+        assert "its base was not compared" not in found.checked  # the longer one counts for the server's path, too
         here = str(files.adapters[1])
         with pytest.raises(EngineError) as raised:
             publish(here, engine.url, visible_at={str(files.root): "/not/mounted"})
