@@ -72,7 +72,8 @@ class Client:
         if parts.username or parts.password:
             raise ConfigError(f"{self.url}: a password in a URL is logged; give it in headers=, or {TOKEN_VARIABLE}")
         for name, value in self._all_headers().items():
-            if not f"{name}{value}".isascii() or not f"{name}{value}".isprintable():
+            text = f"{name}{value}"
+            if not isinstance(value, str) or not text.isascii() or not text.isprintable():
                 raise ConfigError(f"header {name}: expected printable ASCII; is there a line break in the token?")
         object.__setattr__(self, "url", self.url.rstrip("/"))
 

@@ -27,6 +27,7 @@ def publish_goal(given: str | Sequence[str] | Mapping[str, Any]) -> tuple[list[s
     options: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"url": given}
     urls = options.pop("url", None)
     urls = [urls] if isinstance(urls, str) else list(urls or ())
+    options = {name: value for name, value in options.items() if name not in ("headers", "visible_at") or value}
     if options.get("stage") is not None:
         options["stage"] = Path(options["stage"])
     try:

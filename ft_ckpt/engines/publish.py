@@ -118,7 +118,7 @@ class PublishOptions:
             raise ConfigError(f"keep={self.keep!r}: expected a number of older versions, at least 0")
         for name in ("name", "version"):
             value = getattr(self, name)
-            if value is not None and not re.fullmatch(r"[\w.-]+", value):
+            if value is not None and not (isinstance(value, str) and re.fullmatch(r"[\w.-]+", value)):
                 raise ConfigError(f"{name}={value!r}: expected letters, digits, dots, dashes and underscores")
         plain = {each.name: each.default for each in fields(self) if each.default is not MISSING}
         given = {name for name, default in plain.items() if getattr(self, name) != default}

@@ -293,6 +293,8 @@ def test_goals_of_the_setting() -> None:
     assert publish_goal(["http://a:1", "http://b:1"])[0] == ["http://a:1", "http://b:1"]
     given = {"url": "http://a:1", "name": "policy", "keep": 3, "stage": "/data"}
     assert publish_goal(given) == (["http://a:1"], PublishOptions(name="policy", keep=3, stage=Path("/data")))
+    given = {"url": "http://a:1", "headers": None, "visible_at": None}  # the defaults of `publish`
+    assert publish_goal(given) == (["http://a:1"], PublishOptions())
     for wrong in ({"url": "http://a:1", "nam": "policy"}, {"name": "policy"}, "http://user:word@a:1", {"url": []}):
         with pytest.raises(ConfigError):
             publish_goal(wrong)

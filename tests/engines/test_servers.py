@@ -104,7 +104,9 @@ def test_a_header_value_does_not_change_what_is_read() -> None:
         assert Client(url, {"X-Priority": "1"}).get("/version").document == {"version": "0.32.1"}
 
 
-@pytest.mark.parametrize("headers", [{"X": "a\nb"}, {"X": "a\r\nHost: b"}, {"Authorization": "Bearer sécret"}])
+@pytest.mark.parametrize(
+    "headers", [{"X": 5}, {"X": "a\nb"}, {"X": "a\r\nHost: b"}, {"Authorization": "Bearer sécret"}]
+)
 def test_a_header_with_a_line_break_is_refused(headers: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="printable ASCII") as raised:
         Client("http://127.0.0.1:1", headers)
@@ -280,7 +282,8 @@ def test_many_requests_leave_no_thread(files: EngineFiles) -> None:
     ("wrong", "expected"),
     [
         ({"name": "a@b"}, "name='a@b'"), ({"name": ""}, "name=''"), ({"version": "a b"}, "version='a b'"),
-        ({"version": "x:y"}, "version='x:y'"), ({"kind": "model"}, "kind='model'"), ({"keep": -1}, "keep=-1"),
+        ({"version": "x:y"}, "version='x:y'"), ({"version": 5}, "version=5"),
+        ({"kind": "model"}, "kind='model'"), ({"keep": -1}, "keep=-1"),
         ({"in_flight": "drop"}, "in_flight='drop'"), ({"check": "none"}, "check='none'"),
         ({"visible_at": {"/nowhere": "/x"}}, "below no folder of visible_at="),
     ],
