@@ -20,6 +20,7 @@ from ft_ckpt.messages import SECRET
 TOKEN_VARIABLE = "FT_CKPT_ENGINE_TOKEN"  # noqa: S105 - the name of the environment variable, not a token
 _ANSWER_LIMIT_BYTES = 256 << 20  # enough for the SHA-256 of a million parameters
 _QUOTED_CHARACTERS = 300  # of a response, in messages
+_SHORT = 3  # characters of a word in a header that is no secret
 
 
 @dataclass(frozen=True)
@@ -145,10 +146,16 @@ class Client:
     def _clean(self, text: str) -> str:
         """The text without the secrets in our headers, which a server may echo."""
         for name, value in self._all_headers().items():
-            secret = value.rpartition(" ")[2]
-            if name != "Content-Type" and secret:
+            for secret in () if name == "Content-Type" else _secrets_in(value):
                 text = text.replace(secret, SECRET)
         return text
+
+
+def _secrets_in(value: str) -> list[str]:
+    """The value of a header without a scheme such as "Bearer", and its words, as in a cookie; longest first."""
+    value = re.sub(r"^[A-Za-z]+ +", "", value.strip())
+    words = re.split(r"[\s;,]+|(?<=\w)=(?=[^=])", value)  # no padding of base64
+    return sorted(filter(None, {value, *(word for word in words if len(word) > _SHORT)}), key=len, reverse=True)
 
 
 def _cut(connection: socket.socket) -> None:

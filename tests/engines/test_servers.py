@@ -78,6 +78,21 @@ def test_the_token_is_sent_and_never_shown() -> None:
         assert TOKEN not in text
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "echoed"),
+    [
+        ("Cookie", f"session={TOKEN}; lang=en", f"session={TOKEN}; lang=en"),
+        ("Cookie", f"session={TOKEN}; lang=en", TOKEN),
+        ("Authorization", f"Basic {TOKEN}== ", f"Basic {TOKEN}=="),
+    ],
+)
+def test_a_header_that_is_echoed_is_not_shown(name: str, value: str, echoed: str) -> None:
+    with answered(lambda handler: send(handler, f"denied: {echoed}".encode(), 401)) as (url, _):
+        answer = Client(url, {name: value}).post("/pause")
+        assert "denied" in answer.quoted
+        assert TOKEN not in answer.quoted
+
+
 @pytest.mark.usefixtures("token")
 def test_a_header_argument_goes_before_the_environment() -> None:
     with answered(lambda handler: send(handler, b"{}")) as (url, seen):
