@@ -262,7 +262,8 @@ class OpenSession:
         if isinstance(below, LocalStore):
             names = {each.name for each in below.list_folder().folders}
             return {name for name in names if below.stat(f"{name}/{HANDED}") is not None}
-        return {each.name.split("/")[0] for each in below.list() if each.name.endswith(f"/{HANDED}")}
+        found = (each.name.partition("/") for each in below.list())
+        return {name for name, _, path in found if path == HANDED}
 
     def _why_ended(self, name: str) -> str:
         facts = read_mark(self.room, mark_of(self.session, name)) if isinstance(self.room, LocalStore) else {}

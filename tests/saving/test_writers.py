@@ -21,6 +21,7 @@ import torch
 from s3_server import S3, Fault
 
 import ft_ckpt
+import ft_ckpt.writer as writer_module
 from ft_ckpt import CheckpointSaver, Writer
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, read_manifest
 from ft_ckpt.checkpoint.delete import delete_checkpoint, delete_state
@@ -196,6 +197,27 @@ def test_an_error_of_the_state_function_is_the_trainers(tmp_path: Path) -> None:
             writer.provide(state)
             with pytest.raises(WriterError, match=f"writer replay: its state or files function raised {error}"):
                 stepped(saver, step)
+
+
+def test_a_file_of_the_name_of_the_list_is_no_list(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, store_file = threading.Event(), writer_module._store_file
+
+    def slow(*arguments: Any) -> Any:
+        record = store_file(*arguments)
+        stored.set()
+        time.sleep(2)  # longer than the pause between looks at a bucket
+        return record
+
+    monkeypatch.setattr(writer_module, "_store_file", slow)
+    with trainer("s3://bucket/run") as saver:
+        saver.invite("replay")
+        writer = Writer("s3://bucket/run", "replay")
+        thread = threading.Thread(target=writer.put, args=(1,), kwargs={"files": {"log/handed.json": b"{}"}})
+        thread.start()
+        assert stored.wait(30)
+        stepped(saver, 1)
+        thread.join()
+    assert "run/checkpoint-1/state/writers/replay/log/handed.json" in s3.names()
 
 
 def test_who_does_not_belong_is_refused(tmp_path: Path) -> None:
