@@ -196,7 +196,8 @@ class OpenSession:
         """Wait for the files of all writers for `step`, and take them into `stage`; returns their records, and notes.
 
         May be repeated with another stage. Raises WriterError naming all required writers that have ended, failed, or
-        handed in nothing `timeout_seconds` after `ask`; optional ones become notes.
+        handed in nothing `timeout_seconds` after `ask`; optional ones become notes. TargetError if `stage` cannot be
+        written.
         """
         records, notes, waiting = list[FileRecord](), list[str](), [*self.session.writers]
         pause = pauses(self.room)
@@ -306,6 +307,8 @@ class OpenSession:
                 wrong = found is None or found.size_bytes != file.size_bytes
                 if isinstance(stage, LocalStore) and not wrong:  # the commit of a bucket compares its objects
                     wrong = read_record(stage, goal).digest != file.digest
+            except TargetError:
+                raise  # the stage cannot be written, which is no fault of the writer
             except CheckpointError as error:
                 return [], str(error)
             if wrong:

@@ -27,7 +27,7 @@ from ft_ckpt.checkpoint.catalog import CheckpointInfo, read_manifest
 from ft_ckpt.checkpoint.delete import delete_checkpoint, delete_state
 from ft_ckpt.checkpoint.session import ROOM
 from ft_ckpt.cli import views
-from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, TargetError, WriterError
+from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, NoSpaceError, TargetError, WriterError
 from ft_ckpt.storage.local_store import LocalStore
 
 FORK = multiprocessing.get_context("fork")
@@ -197,6 +197,27 @@ def test_an_error_of_the_state_function_is_the_trainers(tmp_path: Path) -> None:
             writer.provide(state)
             with pytest.raises(WriterError, match=f"writer replay: its state or files function raised {error}"):
                 stepped(saver, step)
+
+
+def test_a_full_disk_of_the_trainer_is_no_fault_of_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries, copied = [], LocalStore.copy
+
+    def full_once(store: LocalStore, name: str, other: str, source: Any) -> bool:
+        if "writers" in other and not tries:
+            tries.append(other)
+            raise NoSpaceError(f"{other}: no room on its device")
+        return copied(store, name, other, source)
+
+    monkeypatch.setattr(LocalStore, "copy", full_once)
+    with trainer(tmp_path, keep=1, when_full="prune") as saver:
+        for step in (1, 2):
+            stepped(saver, step)
+        saver.invite("replay", optional=["replay"])
+        Writer(tmp_path, "replay").put(3, [1])
+        report = stepped(saver, 3)
+    assert tries
+    assert not [note for note in report.notes if "left out" in note]
+    assert ft_ckpt.load(report.path / "state/writers/replay/state.safetensors") == [1]
 
 
 def test_a_file_of_the_name_of_the_list_is_no_list(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
