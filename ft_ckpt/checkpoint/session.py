@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 
+from ft_ckpt.checkpoint.catalog import load_manifest
 from ft_ckpt.checkpoint.guards import mark_holder, may_live, put_mark, read_mark, renewed, store_time
 from ft_ckpt.checkpoint.manifest import FieldError, Manifest, reader_of
 from ft_ckpt.errors import CheckpointError, ConfigError, NameTakenError, TargetError, WriterError, listing
@@ -281,6 +282,16 @@ class OpenSession:
             "process, or give invite() a larger timeout_seconds"
         )
 
+    def _checkpoint_with(self, file: FileRecord, last: str) -> Store:
+        """The checkpoint `last`, which has `file`; the newest one if `last` is deleted and that has the file, too."""
+        found = LastCheckpoint(last, "", None).place(self.run).folder
+        if found.stat(file.path) is None and self.session.last is not None:
+            newest = self.session.last.place(self.run).folder
+            wanted = (file.path, file.size_bytes, file.digest)
+            if any((one.path, one.size_bytes, one.digest) == wanted for one in load_manifest(newest).files):
+                return newest
+        return found
+
     def _take(self, step: int, name: str, stage: Store) -> tuple[list[FileRecord], str]:
         """Take the files of one writer into the stage: their records, and the problem, if there is one."""
         below = self.room.within(handed_folder(self.session, step, name))
@@ -295,11 +306,10 @@ class OpenSession:
             if not is_inside(file.path):
                 return [], f"{file.path!r}: no path of a file"
             source, path = below, file.path
-            if file.linked and handed.last is not None:
-                last = LastCheckpoint(handed.last, "", None).place(self.run)
-                source, path = last.folder, f"{PARTS}/{name}/{file.path}"
             goal = f"{PARTS}/{name}/{file.path}"
             try:
+                if file.linked and handed.last is not None:
+                    source, path = self._checkpoint_with(replace(file, path=goal), handed.last), goal
                 if not stage.copy(path, goal, source):
                     with closing(source.open(path)) as opened:
                         copy_object(opened, stage, goal)

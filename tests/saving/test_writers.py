@@ -220,6 +220,20 @@ def test_a_full_disk_of_the_trainer_is_no_fault_of_a_writer(tmp_path: Path, monk
     assert ft_ckpt.load(report.path / "state/writers/replay/state.safetensors") == [1]
 
 
+def test_what_is_handed_in_early_outlasts_the_checkpoint_that_has_its_files(tmp_path: Path) -> None:
+    with trainer(tmp_path, keep=1) as saver:
+        saver.invite("replay")
+        writer = Writer(tmp_path, "replay")
+        for step in (1, 2, 3):
+            writer.put(step, {"step": step}, files={"data": b"unchanged"})
+            if step == 1:
+                stepped(saver, step)
+        assert stepped(saver, 2).path.exists()
+        assert not (tmp_path / "checkpoint-1").exists()
+        report = stepped(saver, 3)
+    assert (report.path / "state/writers/replay/data").read_bytes() == b"unchanged"
+
+
 def test_a_file_of_the_name_of_the_list_is_no_list(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     stored, store_file = threading.Event(), writer_module._store_file
 
