@@ -15,7 +15,7 @@ from ft_ckpt.checkpoint.delete import delete_checkpoint
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.config import parse_size
-from ft_ckpt.errors import CheckpointError
+from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.storage import locks
 from ft_ckpt.storage.local_disk import PREFIX
 from ft_ckpt.storage.local_store import LocalStore
@@ -32,14 +32,18 @@ _POLL_SECONDS = 0.2
 
 def cache_folder() -> Path:
     """The folder of the cache: FT_CKPT_CACHE, else ft_ckpt in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get(_FOLDER) or Path(home, "ft_ckpt"))
+    if found := os.environ.get(_FOLDER):
+        return Path(found)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ft_ckpt")
+    except RuntimeError as error:  # a user that the system does not list, without HOME
+        raise ConfigError(f"the cache of pulled checkpoints: no home folder ({error}); set {_FOLDER}") from error
 
 
 def pull_cached(held: OpenCheckpoint, manifest: Manifest, *, exact: bool = False) -> CopyReport:
     """Fetch the checkpoint into the cache, one process at a time, if it is missing or damaged there.
 
-    Raises ConfigError for an invalid size, and what `copies.copy` raises.
+    Raises ConfigError for an invalid size and without a home folder, and what `copies.copy` raises.
     """
     most_bytes = parse_size(os.environ.get(_SIZE) or _DEFAULT_SIZE)
     cache = LocalStore(cache_folder())

@@ -187,3 +187,15 @@ def test_a_push_after_a_save_goes_by_the_clients_of_the_saver(s3, monkeypatch, t
         pushed = report.push.result()
     assert (pushed.url, pushed.is_new) == ("s3://bucket/shipped", True)
     assert verify(open_place("s3://bucket/shipped", **options)).ok
+
+
+def test_the_cache_needs_no_home_if_its_folder_is_given(cache, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("pathlib.Path.home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert pull_cache.cache_folder() == cache
+    monkeypatch.delenv("FT_CKPT_CACHE")
+    with pytest.raises(ConfigError, match=r"no home folder .*set FT_CKPT_CACHE"):
+        pull_cache.cache_folder()
