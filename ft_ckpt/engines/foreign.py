@@ -134,12 +134,17 @@ class _RebuiltTensors:
     def _changes(self, number: int, name: str) -> list[tuple[Tensor, Tensor]]:
         """The ascending positions and the values of one delta; empty if the tensor has not changed."""
         file, spec = self.files[number], self.specs[name]
-        pair = next((pair for pair in _ENDINGS if name + pair[0] in file.specs), None)
-        if pair is None:
+        stored = [name + ending for pair in _ENDINGS for ending in pair if name + ending in file.specs]
+        if not stored:
             return []
-        if name + pair[1] not in file.specs:
-            raise CorruptError(f"{self.places[number]}: {name}: positions without values")
-        positions, values = file.read(name + pair[0]).to(torch.int64), file.read(name + pair[1])
+        if stored not in [[name + ending for ending in pair] for pair in _ENDINGS]:
+            raise CorruptError(
+                f"{self.places[number]}: {listing(stored, ', ')}: expected positions and values, each once"
+            )
+        positions, values = map(file.read, stored)
+        if positions.is_floating_point():
+            raise CorruptError(f"{self.places[number]}: {stored[0]}: positions in {positions.dtype}, expected integers")
+        positions = positions.to(torch.int64)
         if self.encodings[number] == "gap_delta":
             positions = torch.cumsum(positions + 1, 0) - 1
         is_inside = not len(positions) or (positions[0] >= 0 and positions[-1] < spec.numel)

@@ -127,6 +127,20 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[CheckpointError], str]] = {
         lambda chain: rewrite(chain / "deltas/step_000002.safetensors", lambda found, _: shift(found, -(1 << 28))),
         CorruptError, "step_000002.*: positions that are not ascending inside",
     ),
+    "values without positions": (
+        lambda chain: rewrite(
+            chain / "deltas/step_000002.safetensors",
+            lambda found, _: found.update({"model.norm.weight.val": torch.ones(1, dtype=torch.bfloat16)}),
+        ),
+        CorruptError, "model.norm.weight.val: expected positions and values, each once",
+    ),
+    "positions in floats": (
+        lambda chain: rewrite(
+            chain / "deltas/step_000002.safetensors",
+            lambda found, _: found.update({name: each.float() for name, each in found.items() if "indices" in name}),
+        ),
+        CorruptError, "indices: positions in torch.float32, expected integers",
+    ),
     "another encoding": (
         lambda chain: rewrite(
             chain / "deltas/step_000002.safetensors", lambda _, metadata: metadata.update(encoding="nvcomp_cascaded")
