@@ -162,8 +162,8 @@ def updated_card(text: str, facts: CardFacts) -> tuple[str, list[str]]:
         if value is not None:
             data[key] = value
     tags = data.get("tags") or []
-    tags = [tag for tag in ([tags] if isinstance(tags, str) else tags) if not _is_of_other_base(str(tag), facts)]
-    data["tags"] = list(dict.fromkeys([*tags, *facts.tags])) or None
+    tags = [tag for tag in (tags if isinstance(tags, list) else [tags]) if not _is_of_other_base(str(tag), facts)]
+    data["tags"] = [*tags, *(tag for tag in facts.tags if tag not in tags)] or None
     if isinstance(data.get("base_model"), str) and not is_hub_name(data["base_model"]):
         data["base_model"] = None  # a local path
     if facts.task is not None:

@@ -160,6 +160,15 @@ def test_the_card_says_what_the_model_is_and_how_good(hub, made):
     assert card.model_name == "model"
 
 
+@pytest.mark.parametrize("tags", ["5", "[license: mit]", "mine"])
+def test_tags_that_are_no_list_of_texts_stay(tags):
+    facts = hub_module.CardFacts("model", None, "org/base", "finetune", None, ("base_model:finetune:org/base",), {})
+    text, notes = hub_module.updated_card(f"---\ntags: {tags}\n---\n", facts)
+    given = {"5": 5, "[license: mit]": {"license": "mit"}}.get(tags, tags)
+    assert RepoCard(text).data["tags"] == [given, "base_model:finetune:org/base"]
+    assert notes == []
+
+
 def test_a_card_that_is_there_keeps_its_text_and_its_own_metadata(hub, made):
     result = {
         "task": {"type": "x"},
