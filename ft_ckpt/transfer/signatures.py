@@ -13,7 +13,7 @@ from ft_ckpt.checkpoint.catalog import manifest_text, parse_manifest
 from ft_ckpt.checkpoint.guards import SIGNED
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest
 from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
-from ft_ckpt.errors import CheckpointError, ManifestError, MissingError
+from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, MissingError, UnreadableError
 from ft_ckpt.messages import warn
 from ft_ckpt.storage.local_disk import access_of
 from ft_ckpt.storage.local_store import LocalStore
@@ -38,10 +38,16 @@ class Signed:
 
 
 def read_signature(store: Store) -> Signed | None:
-    """The signature of the checkpoint in `store`, not checked; None if there is none that can be read."""
+    """The signature of the checkpoint in `store`, not checked; None without one, with a warning if it is no text."""
     with suppress(MissingError):
         if isinstance(store, LocalStore):
-            return Signed(read_text(store, SIGNATURE_NAME, _LIMIT_BYTES), manifest_text(store))
+            try:
+                return Signed(read_text(store, SIGNATURE_NAME, _LIMIT_BYTES), manifest_text(store))
+            except CorruptError as error:
+                if isinstance(error, (MissingError, UnreadableError)):
+                    raise
+                warn(f"{error}; taken for no signature", stacklevel=4)
+                return None
         with suppress(KeyError, TypeError, ValueError):
             found = json.loads(read_text(store, SIGNED, _LIMIT_BYTES))
             return Signed(str(found["bundle"]), str(found["text"]))

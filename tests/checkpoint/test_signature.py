@@ -339,6 +339,17 @@ def test_it_comes_through_a_bucket(signed: Path, keys: tuple[Path, Path], tmp_pa
     assert not (tmp_path / "unsigned" / SIGNATURE_NAME).exists()
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_signature_that_is_no_text_does_not_stop_a_copy(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-1", step=1)
+    (tmp_path / "checkpoint-1" / SIGNATURE_NAME).write_bytes(b"\xff")
+    with pytest.warns(UserWarning, match=r"model\.sig: not whole .*taken for no signature"):
+        report = copy(tmp_path / "checkpoint-1", tmp_path / "copy")
+    assert report.is_new
+    assert verify(tmp_path / "copy").ok
+    assert not (tmp_path / "copy" / SIGNATURE_NAME).exists()
+
+
 def test_a_push_without_the_state_leaves_it_out(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     save_with_state(tmp_path / "checkpoint-1", 1)
     sign(tmp_path / "checkpoint-1", keys[0])
