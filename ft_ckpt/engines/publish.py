@@ -130,7 +130,7 @@ class PublishOptions:
 
     def check_urls(self, urls: Sequence[str]) -> None:
         """Raise ConfigError for invalid or repeated URLs, a chain without `delta`, a server or two chains with it."""
-        if not urls or len({*urls}) < len(urls):
+        if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
             raise ConfigError(f"{', '.join(urls) or 'no URL'}: expected one or more servers, each once")
         for url in urls:
             is_server = url.partition("://")[0].lower() in ("http", "https")

@@ -308,7 +308,7 @@ def test_wrong_arguments_change_nothing(wrong: dict[str, Any], expected: str, fi
         with pytest.raises(ConfigError, match=expected):
             publish(files.adapters[0], engine.url, **wrong)
         with pytest.raises(ConfigError, match="each once"):
-            publish(files.adapters[0], [engine.url, engine.url])
+            publish(files.adapters[0], [engine.url, f"{engine.url}/"])
         with pytest.raises(ConfigError, match="no URL"):
             publish(files.adapters[0], [])
         assert not engine.changes
