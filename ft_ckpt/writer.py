@@ -30,7 +30,7 @@ from ft_ckpt.checkpoint.session import (
     read_session,
     room_of,
 )
-from ft_ckpt.errors import CheckpointError, ConfigError, NameTakenError, WriterError, listing
+from ft_ckpt.errors import CheckpointError, ConfigError, NameTakenError, TargetError, WriterError, listing
 from ft_ckpt.messages import warn
 from ft_ckpt.model.objects import load, save
 from ft_ckpt.storage import locks
@@ -299,11 +299,10 @@ class Writer:
             try:
                 self._hand_in(step, None if state is None else state(), {} if files is None else files())
             except Exception as error:  # noqa: BLE001 - the trainer raises it
+                is_store = isinstance(error, TargetError)
+                why = "its files were not written:" if is_store else "its state or files function raised"
                 self._room.within(handed_folder(self._session, step, self.name)).write(
-                    HANDED,
-                    handed_to_json(
-                        HandedIn(error=f"its state or files function raised {type(error).__name__}: {error}")
-                    ),
+                    HANDED, handed_to_json(HandedIn(error=f"{why} {type(error).__name__}: {error}"))
                 )
                 self._handed.add(step)
                 warn(f"step {step}: writer {self.name} handed in nothing: {error!r}", stacklevel=2)

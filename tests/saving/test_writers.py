@@ -255,6 +255,19 @@ def test_a_file_of_the_name_of_the_list_is_no_list(s3: S3, monkeypatch: pytest.M
     assert "run/checkpoint-1/state/writers/replay/log/handed.json" in s3.names()
 
 
+@pytest.mark.filterwarnings("ignore:.*handed in nothing")
+def test_a_full_disk_of_a_writer_is_no_fault_of_its_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise NoSpaceError("state.safetensors: no room on its device")
+
+    monkeypatch.setattr(writer_module, "save", full)
+    with trainer(tmp_path) as saver:
+        saver.invite("replay", timeout_seconds=60)
+        Writer(tmp_path, "replay").provide(lambda: 1)
+        with pytest.raises(WriterError, match=r"replay: its files were not written: NoSpaceError: .*no room"):
+            stepped(saver, 1)
+
+
 def test_who_does_not_belong_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WriterError, match=r"no trainer has invited writers within 0\.2 s"):
         Writer(tmp_path, "replay", timeout_seconds=0.2)
