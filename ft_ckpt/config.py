@@ -144,6 +144,15 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def step_of(step: Any) -> int | None:
+    """`step` as an int, None for None. Raises ConfigError unless it is a whole number from 0 on."""
+    if step is None:
+        return None
+    if not is_number(step, 0, whole=True):
+        raise ConfigError(f"step={step!r}: expected a whole number from 0 on")
+    return int(step)
+
+
 def _number_of(value: Any) -> float | None:
     """`value` as a float; None when it is not one real number."""
     shape = getattr(value, "shape", ())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ft_ckpt.checkpoint.run_places import open_run_places
 from ft_ckpt.checkpoint.session import check_writer_names
-from ft_ckpt.config import SaverConfig, make_config, numbers_of
+from ft_ckpt.config import SaverConfig, make_config, numbers_of, step_of
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.engines.follow import publish_goal
@@ -137,6 +137,7 @@ class CheckpointSaver:
             max_shard_size=max_shard_size, background=background, overwrite=overwrite,
         )  # fmt: skip
         push_to = None if push_to_hub is None else push_goal(push_to_hub, **config.client_options)
+        step = step_of(step)
         facts = self._run.facts_of_save(step, numbers_of(metrics or {}))
         model = model_inside(model)
         self._pending.wait_for_save()
@@ -283,10 +284,10 @@ class CheckpointSaver:
         counts. `step` sets the count instead. `metrics`: real numbers, also as tensors or arrays of one element. After
         a save for a signal the process exits on all ranks, see `Every.signals`.
 
-        Raises ConfigError for invalid metrics, and what `save_state` raises; with on_failure="warn" a failed save gives
-        a warning, and training continues.
+        Raises ConfigError for invalid metrics and steps, and what `save_state` raises; with on_failure="warn" a failed
+        save gives a warning, and training continues.
         """
-        given = numbers_of(metrics or {})
+        given, step = numbers_of(metrics or {}), step_of(step)
         if not self._run.is_batch_done():
             return None
         self._run.note_step(step, given)

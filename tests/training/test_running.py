@@ -4,6 +4,7 @@ import shutil
 import signal
 import time
 from decimal import Decimal
+from functools import partial
 
 import numpy as np
 import pytest
@@ -314,6 +315,22 @@ def test_what_is_no_number_is_named(tmp_path, value):
         with pytest.raises(ConfigError, match=f"metrics: worst is a {type(value).__name__}"):
             call({"loss": 1.0, "worst": value})
     assert folders(tmp_path) == []
+
+
+def test_steps_are_whole_numbers(tmp_path):
+    """A step of 7.0 was committed, and no resume could read the checkpoint; NumPy's ended in json's TypeError."""
+    saver, _ = run_of(tmp_path)
+    for wrong in (7.0, True, -2, "9", torch.tensor(7)):
+        for call in (saver.step, partial(saver.save, saver._run.model)):
+            with pytest.raises(ConfigError, match=r"step=.*: expected a whole number from 0 on"):
+                call(step=wrong)
+    assert folders(tmp_path) == []
+    one(saver, rows())
+    saver.step(step=np.int64(7))
+    saver.save_state()
+    saver.save(saver._run.model, step=np.int64(8))
+    assert run_of(tmp_path)[0].resume("must").step == 7
+    assert folders(tmp_path) == ["checkpoint-7", "checkpoint-8"]
 
 
 @pytest.mark.parametrize("background", [False, True])
