@@ -325,7 +325,7 @@ class TrainingRun:
         self._ancestors, self._left_out = set(document.get("ancestors", ())), set(document.get("let_go", ()))
         self.history = schedule.begin_history(self.step, progress["epoch"], time.monotonic(), document["history"])
         self.published = document.get("published")
-        self._is_unfinished = False
+        self._is_unfinished, self.last_metrics = False, {}  # the step before a roll-back is not the last one
         self.poll.resume_at(self.step)
 
     def note_resumed(self, report: RestoreReport) -> None:

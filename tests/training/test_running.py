@@ -333,6 +333,16 @@ def test_steps_are_whole_numbers(tmp_path):
     assert folders(tmp_path) == ["checkpoint-7", "checkpoint-8"]
 
 
+def test_weights_after_a_roll_back_have_no_metrics_of_the_step_before_it(tmp_path):
+    saver, _ = run_of(tmp_path, every=Every(steps=1, signals=()))
+    for loss in (1.0, 2.0):
+        saver.step({"loss": loss})
+    saver.resume("checkpoint-1")
+    saver.save(saver._run.model, tmp_path / "weights")
+    found = read_manifest(tmp_path / "weights")
+    assert (found.step, found.metrics) == (1, {})
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_inference_mode_around_a_save_and_a_resume(tmp_path, background):
     """Memory made in it cannot be written to outside: later saves and the next step failed."""
