@@ -251,7 +251,7 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
             lambda size: is_number(size, 1 << 16) and size % 4096 == 0,
             "a multiple of 4096 (for unbuffered writes), at least 65536",
         ),
-        ("name_template", _is_template, "{step} or {epoch}, no other field and no slash"),
+        ("name_template", _is_template, "{step} or {epoch}, no other field, no slash, no dot at the beginning"),
         ("staging", _is_local_folder, "a folder of this machine, or None"),
         ("publish", _is_publish_goal, "a server's URL, several, or a mapping of url=, after_resume= and publish's"),
         ("base_id", lambda name: without_secrets(name or "") == (name or ""), "no key, password or token"),
@@ -259,9 +259,9 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
 
 
 def _is_template(template: str) -> bool:
-    with suppress(ValueError, LookupError, AttributeError):  # raised by `format`
+    with suppress(ValueError, LookupError, AttributeError, TypeError):  # raised by `format`
         names = {template.format(step=step, epoch=step) for step in (1, 2)}
-        return len(names) == 2 and "/" not in template
+        return len(names) == 2 and "/" not in template and not template.startswith(".")  # hidden: never listed
     return False
 
 

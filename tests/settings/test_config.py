@@ -20,6 +20,8 @@ from ft_ckpt.errors import CheckpointError, ConfigError, RanksDisagreeError, Tar
         ({"name_template": "{step}-{loss}"}, "no other field"),
         ({"name_template": "runs/{step}"}, "no slash"),
         ({"name_template": "{step"}, "expected {step} or {epoch}"),
+        ({"name_template": "{step[0]}"}, "expected {step} or {epoch}"),
+        ({"name_template": ".run-{step}"}, "no dot at the beginning"),
     ],
 )
 def test_bad_settings(settings, words):
