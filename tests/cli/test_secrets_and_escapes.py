@@ -127,6 +127,9 @@ def test_what_the_hub_answers_is_not_repeated_as_it_is(status, run, monkeypatch)
 def test_settings_do_not_show_their_keys():
     assert "S3CRET" not in repr(SaverConfig(store_options={"secret_access_key": "S3CRET"}))
     assert "S3CRET" not in repr(PushOptions(token="S3CRET"))
+    with pytest.raises(ConfigError, match=r"publish=\*\*\*: expected a server's URL") as caught:
+        SaverConfig(publish={"url": "http://host", "after_resume": "newest", "headers": {"X-Api-Key": "S3CRET"}})
+    assert "S3CRET" not in str(caught.value)
 
 
 def test_a_manifest_stores_no_keys(tmp_path):
