@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,12 @@ class LightningState:
     def state_dict(self) -> dict[str, Any]:
         """The current values. Raises SelectionError if a hook has put tensors into state_dict that are not live."""
         made = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        live = self._trainer.lightning_module.state_dict(keep_vars=True)
-        stored = made["state_dict"].items()
-        others = [n for n, one in stored if n not in live or one.data_ptr() != live[n].data_ptr()]
+        module = self._trainer.lightning_module
+        live, stored = module.state_dict(keep_vars=True), made["state_dict"].items()
+        # Modules make what they list beside parameters and buffers (get_extra_state) anew each time, of any type.
+        own = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+        names = {name for name, _ in own}
+        others = [n for n, one in stored if n not in live or (n in names and one.data_ptr() != live[n].data_ptr())]
         if others:
             raise SelectionError(
                 f"{listing(others, ', ')}: put into the checkpoint's state_dict by an on_save_checkpoint of the module "

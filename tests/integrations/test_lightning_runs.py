@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightnings import Counted, Kill, Stream, loader, module, ours, run, trainer
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch import nn
 from transformers import LlamaForCausalLM
 
 import ft_ckpt
@@ -156,6 +157,33 @@ def test_a_signal_saves_and_ends_the_run(tmp_path):
     expected = run(trainer(), module(), loader())
     assert run(ours(tmp_path, own=own), module(1), loader()) == expected[3:]
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+class Counter(nn.Module):
+    """A module with state beside its parameters, as mixed-precision libraries have it."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.count = kind, 0
+
+    def get_extra_state(self):
+        return self.kind([self.count])
+
+    def set_extra_state(self, state):
+        self.count = int(state[0])
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_extra_state_of_a_module(tmp_path, kind):
+    """No save was made: a list has no data_ptr, and a tensor was taken for one that a hook had put there."""
+    first = module()
+    first.counter = Counter(kind)
+    first.counter.count = 7
+    run(ours(tmp_path, max_epochs=1), first, loader())
+    again = module()
+    again.counter = Counter(kind)
+    run(ours(tmp_path, max_epochs=1), again, loader())
+    assert again.counter.count == 7
 
 
 class Averaging(Callback):
