@@ -274,10 +274,7 @@ class DataPosition:
             "was given before, so those to come differ as well; use the same data and batch size, and a sampler whose "
             "order comes from random numbers, or from an `epoch` or `seed` that it keeps under this name"
         )
-        if self.on_difference == "raise":
-            raise LoadError(problem)
-        if self.on_difference == "warn":
-            warn(problem, stacklevel=6)
+        _tell(problem, self.on_difference, stacklevel=6)
 
     def _read_one(self, iterator: Iterator[Any]) -> list[Any]:
         read = list(islice(iterator, 1))
@@ -348,6 +345,14 @@ class DataPosition:
             f"{done} {how}" + (f"; {again} of them are given again, so that all ranks begin alike" if again else ""),
             *notes,
         ]
+
+
+def _tell(problem: str, on_difference: str, stacklevel: int) -> None:
+    """Raise LoadError, warn or do nothing: "raise", "warn", "ignore"."""
+    if on_difference == "raise":
+        raise LoadError(problem)
+    if on_difference == "warn":
+        warn(problem, stacklevel=stacklevel + 1)
 
 
 def _sharing_problems(was: DataCut, now: DataCut) -> list[str]:
@@ -459,8 +464,8 @@ class DataPositions:
         """The position of `loader`, restored from the checkpoint; other arguments as for `DataPosition`."""
         self.current = next((feed for feed in self.known_positions if feed.loader is loader), None)
         if self.current is None:
+            slot = self._slot_of(loader, on_difference)
             self.current = DataPosition(loader, ranks.rank, ranks.size, replay=replay, on_difference=on_difference)
-            slot = self._slot_of(loader)
             slot.feed = self.current
             for note in () if slot.state is None else self.current.load_state_dict(slot.state):
                 warn(f"loader {self._slots.index(slot)}: {note}", stacklevel=4)
@@ -496,8 +501,11 @@ class DataPositions:
             for slot in self._slots
         ]
 
-    def _slot_of(self, loader: Any) -> _FeedSlot:
-        """The slot of the loader: one with the same data, else the first that was not requested."""
+    def _slot_of(self, loader: Any, on_difference: str) -> _FeedSlot:
+        """The slot of the loader: one with the same data, else the first that was not requested.
+
+        Other data than that of the only loader is told as `on_difference` says, see `_tell`.
+        """
         waiting, about = [slot for slot in self._slots if slot.feed is None], describe_data(loader)
         alike = [slot for slot in waiting if slot.state is not None and slot.state.get(_ABOUT, about) == about]
         if not waiting:
@@ -509,6 +517,13 @@ class DataPositions:
                 f"where loader {self._slots.index(waiting[0])} was",
                 stacklevel=5,
             )
+        elif not alike and waiting[0].state is not None:
+            before = waiting[0].state[_ABOUT]
+            problem = (
+                f"the data: {about[0]} with {about[1]} samples, was {before[0]} with {before[1]} when it was saved; "
+                "the pass goes on after the samples that the run had seen: use the same data for an exact resume"
+            )
+            _tell(problem, on_difference, stacklevel=5)
         return (alike or waiting)[0]
 
 

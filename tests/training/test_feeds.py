@@ -1,6 +1,8 @@
 """Several loaders in one run: each has its own passes, and its own place in a checkpoint."""
 
 import itertools
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ft_ckpt import CheckpointSaver, Every
+from ft_ckpt.errors import LoadError
 
 QUIET = {"on_difference": "ignore"}
 
@@ -86,3 +89,26 @@ def test_a_loader_that_no_checkpoint_had_is_told_of(tmp_path):
     again.resume("must")
     with pytest.warns(UserWarning, match="TensorDataset with 8 samples: no loader of the checkpoint had such data"):
         seen(again.remaining(loader(0, 8)), 1)
+
+
+def test_a_plain_loader_of_other_data_is_told_of(tmp_path):
+    """In order, the data that was added or cut off began with the same indices: nothing was said."""
+
+    def plain(count):
+        return DataLoader(TensorDataset(torch.arange(count)), batch_size=2)
+
+    saver = saver_of(tmp_path)
+    seen(saver.remaining(plain(8)), 2)
+    saver.save_state()
+    for count in (12, 6):
+        for how in ("warn", "raise", "ignore", None):
+            again = CheckpointSaver(None, tmp_path, on_difference=how or "raise")
+            again.resume("must", model=nn.Linear(1, 1))
+            read = partial(seen, again.remaining(plain(count if how else 8)), 1)
+            match = f"TensorDataset with {count} samples, was TensorDataset with 8 when it was saved"
+            if how == "raise":
+                with pytest.raises(LoadError, match=match):
+                    read()
+                continue
+            with pytest.warns(UserWarning, match=match) if how == "warn" else nullcontext():
+                assert read() == [[4, 5]]
