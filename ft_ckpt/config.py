@@ -134,8 +134,10 @@ def make_config(config: SaverConfig | None, settings: dict[str, Any]) -> SaverCo
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The current values of `metrics` as floats, from numbers and from tensors or arrays of one element.
 
-    Raises ConfigError naming all that are not one real number.
+    Raises ConfigError naming all that are not one real number, and for anything but a mapping.
     """
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics={metrics!r:.80}: expected a name and a number for each, such as {{'loss': 0.5}}")
     found = {name: _number_of(value) for name, value in metrics.items()}
     problems = [f"{name} is {_value_kind(metrics[name])}" for name, value in found.items() if value is None]
     problems += [f"the name {name!r} is no text" for name in found if not isinstance(name, str)]

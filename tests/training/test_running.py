@@ -314,6 +314,8 @@ def test_what_is_no_number_is_named(tmp_path, value):
     for call in (saver.step, lambda metrics: saver.save_state(metrics=metrics)):
         with pytest.raises(ConfigError, match=f"metrics: worst is a {type(value).__name__}"):
             call({"loss": 1.0, "worst": value})
+        with pytest.raises(ConfigError, match=r"metrics=0.5: expected a name and a number"):
+            call(0.5)
     assert folders(tmp_path) == []
 
 
