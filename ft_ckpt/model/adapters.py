@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ft_ckpt.distributed.module_state import wrapper_steps
 from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.wrappers import user_class, walk_modules
+from ft_ckpt.distributed.wrappers import unwrap, user_class, walk_modules
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing, shown
 from ft_ckpt.model.conversion import cast_entries
 from ft_ckpt.model.entries import Entry, Group, Part, unchanged_entry
@@ -180,16 +180,25 @@ def _root_steps(module: Any) -> list[str]:
 
 def _wrapped_layers(module: nn.Module) -> dict[str, tuple[str, ...]]:
     """The paths of PEFT layers, each with the names of the children that contain base tensors."""
+    return {path: steps for path, _, inner in walk_modules(module) if (steps := _steps_to_base(inner))}
+
+
+def _steps_to_base(module: nn.Module) -> tuple[str, ...]:
+    """The names of the children of a PEFT layer that contain base tensors; () for another module."""
     from peft.tuners.adaption_prompt.layer import AdaptedAttention, AdaptedAttentionGPT
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    layers, attention = (BaseTunerLayer, AuxiliaryTrainingWrapper), (AdaptedAttention, AdaptedAttentionGPT)
-    return {
-        path: BASE_STEPS if isinstance(inner, layers) else ("model",)
-        for path, _, inner in walk_modules(module)
-        if isinstance(inner, (*layers, *attention))
-    }
+    if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+        return BASE_STEPS
+    return ("model",) if isinstance(module, (AdaptedAttention, AdaptedAttentionGPT)) else ()
+
+
+def without_adapters(module: nn.Module) -> nn.Module:
+    """The base layer, unwrapped, inside a PEFT layer; any other module unwrapped."""
+    module = unwrap(module)
+    inner = next((child for step in _steps_to_base(module) if (child := module._modules.get(step)) is not None), None)
+    return module if inner is None else without_adapters(inner)
 
 
 def _base_steps(steps: list[str], wrapped: Mapping[str, tuple[str, ...]]) -> list[str] | None:

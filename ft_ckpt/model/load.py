@@ -227,7 +227,7 @@ def _load_group(held: OpenCheckpoint, records: list[PartRecord], options: _LoadO
     else:
         load = _load_plain if whole.kind == "module" else _load_pretrained
         model, report = load(held, whole, options)
-    if not adapters or (whole is not None and whole.kind == "module"):
+    if not adapters:
         return model, report
     check_base = options.check_base and whole is None
     inside = _carrier_in(model)

@@ -20,6 +20,7 @@ from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import decode_value, encode_value, imported_module
 from ft_ckpt.messages import warn
+from ft_ckpt.model.adapters import without_adapters
 from ft_ckpt.model.settings import MODULE_NAME
 
 DESCRIPTION_FORMAT = 1  # incremented when an older reader could misread a newer description
@@ -37,18 +38,19 @@ def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return layout_of(tensor).shape
 
 
-def module_text(module: nn.Module, shapes: Shapes | None = None) -> str:
+def module_text(module: nn.Module, shapes: Shapes | None = None, *, adapters: bool = True) -> str:
     """The text of `module.json`; arguments as for `describe_module`."""
-    return json.dumps(describe_module(module, shapes)) + "\n"  # indent would use the Python encoder, ten times slower
+    described = describe_module(module, shapes, adapters=adapters)
+    return json.dumps(described) + "\n"  # indent would use the Python encoder, ten times slower
 
 
-def describe_module(module: nn.Module, shapes: Shapes | None = None) -> dict[str, Any]:
+def describe_module(module: nn.Module, shapes: Shapes | None = None, *, adapters: bool = True) -> dict[str, Any]:
     """A JSON tree from which `build_module` builds an equal module.
 
     `shapes`: global shapes by canonical parameter name, for engines with flat shards (FSDP1). By default the shapes are
-    those of the parameters (`ds_shape` under ZeRO-3).
+    those of the parameters (`ds_shape` under ZeRO-3). Without `adapters`, base layers are described instead of PEFT's.
     """
-    return {"format": DESCRIPTION_FORMAT, **_ModuleDescriber(shapes or {}).describe_node(module, "")}
+    return {"format": DESCRIPTION_FORMAT, **_ModuleDescriber(shapes or {}, adapters).describe_node(module, "")}
 
 
 def build_module(description: Mapping[str, Any], classes: Mapping[str, type] | None = None) -> nn.Module:
@@ -74,14 +76,15 @@ def build_module(description: Mapping[str, Any], classes: Mapping[str, type] | N
 class _ModuleDescriber:
     """One traversal of a module; a tensor or module that occurs again is recorded as `same_as` its first name."""
 
-    def __init__(self, shapes: Shapes) -> None:
-        self.shapes = shapes
+    def __init__(self, shapes: Shapes, adapters: bool) -> None:
+        self.shapes, self.inside = shapes, unwrap if adapters else without_adapters
+        self.left_out = _INTERNAL if adapters else _INTERNAL | {"peft_config"}
         self.names: dict[int, str] = {}
         self.user_class: Callable[[type], type] = cache(user_class)  # few classes, many modules
         self.is_method: Callable[[type, str], bool] = cache(_is_method)
 
     def describe_node(self, module: nn.Module, path: str) -> dict[str, Any]:
-        module = unwrap(module)
+        module = self.inside(module)
         if id(module) in self.names:
             return {"same_as": self.names[id(module)]}
         self.names[id(module)] = path
@@ -104,7 +107,7 @@ class _ModuleDescriber:
         """The attributes that can be encoded as JSON, and the names of the others."""
         simple: dict[str, Any] = {}
         opaque: list[str] = []
-        left_out = _INTERNAL | parameters
+        left_out = self.left_out | parameters
         for name, value in vars(module).items():
             if name in left_out or is_engine_attribute(name, value):
                 continue

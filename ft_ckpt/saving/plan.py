@@ -25,6 +25,7 @@ from ft_ckpt.distributed.wrappers import unwrap, user_class
 from ft_ckpt.errors import ConfigError, IncompleteError
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model import companions as companions
+from ft_ckpt.model.adapters import has_adapters
 from ft_ckpt.model.base_model import base_identity, common_dtype, refuse_merged
 from ft_ckpt.model.entries import MergeChoice, Part, lossy_casts, main_dtype, shared_between
 from ft_ckpt.model.parts import Attribute, parts_of
@@ -302,7 +303,8 @@ def _write_companions(folder: Path, part: Part, request: SaveRequest) -> None:
         how: dict[str, Any] = {"base": base_record(part, {}), "beside": part.beside, "base_id": request.base_id}
         companions.write_adapter(folder, part.module, str(part.adapter), **how)
     else:
-        text = module_text(part.module, {entry.name: entry.shape for entry in part.entries})
+        shapes = {entry.name: entry.shape for entry in part.entries}
+        text = module_text(part.module, shapes, adapters=not has_adapters(part.module))  # they have parts of their own
         LocalStore(folder).write(MODULE_NAME, text.encode())
 
 
