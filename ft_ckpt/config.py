@@ -250,7 +250,7 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
         ("io_threads", lambda count: count is None or is_number(count, 1), "at least 1, or None"),
         (
             "io_block_bytes",
-            lambda size: is_number(size, 1 << 16) and size % 4096 == 0,
+            lambda size: is_number(size, 1 << 16, whole=True) and size % 4096 == 0,
             "a multiple of 4096 (for unbuffered writes), at least 65536",
         ),
         ("name_template", _is_template, "{step} or {epoch}, no other field, no slash, no dot at the beginning"),
@@ -261,10 +261,8 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
 
 
 def _is_template(template: str) -> bool:
-    with suppress(ValueError, LookupError, AttributeError, TypeError):  # raised by `format`
-        names = {template.format(step=step, epoch=step) for step in (1, 2)}
-        return len(names) == 2 and "/" not in template and not template.startswith(".")  # hidden: never listed
-    return False
+    names = {template.format(step=step, epoch=step) for step in (1, 2)}
+    return len(names) == 2 and "/" not in template and not template.startswith(".")  # hidden: never listed
 
 
 def _is_publish_goal(goal: Any) -> bool:

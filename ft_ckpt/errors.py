@@ -33,7 +33,7 @@ import errno
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from numbers import Integral, Real
 from types import TracebackType
@@ -164,10 +164,17 @@ def check_settings(settings: Any, rules: Iterable[Rule]) -> None:
     problems = [
         f"{field}={SECRET if field in secret and not isinstance(value, str) else repr(value)}: expected {words}"
         for field, value, is_valid, words in values
-        if not is_valid(value)
+        if not _satisfies(is_valid, value)
     ]
     if problems:
         raise ConfigError("; ".join(problems))
+
+
+def _satisfies(is_valid: Callable[[Any], bool], value: Any) -> bool:
+    """The answer of a predicate; False for a value of a type that it was not made for, or too large for it."""
+    with suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return is_valid(value)
+    return False
 
 
 def is_number(value: Any, least: float = -math.inf, most: float = math.inf, *, whole: bool = False) -> bool:

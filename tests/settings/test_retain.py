@@ -142,6 +142,8 @@ def test_rules_that_cannot_be_meant():
     for best in (("loss", "least"), ("loss", "min", 0), [("loss", "min", None)], ("loss", "min", 1, 2), 5):
         with pytest.raises(ConfigError, match=r"best=.*expected \(metric, 'min' or 'max'\)"):
             Keep(best=best)
+    with pytest.raises(ConfigError, match="state=2: expected rules without a state of their own"):
+        Keep(last=3, state=2)
     with pytest.raises(ConfigError, match=r"last=-1.*weekly='a'.*state"):
         Keep(last=-1, weekly="a", state=Keep(state=Keep(last=1)))
 

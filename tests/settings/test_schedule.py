@@ -413,6 +413,7 @@ def test_a_history_that_was_tampered_with_is_refused():
         ({"mtbf": "a while"}, "mtbf='a while': expected a duration"),
         ({"mtbf": 0}, "mtbf=0: expected a duration"),
         ({"max_overhead": 0}, "max_overhead=0"),
+        ({"mtbf": 10**400}, "mtbf=10+: expected a duration"),
         ({"max_overhead": None}, "max_overhead=None"),
     ],
 )
