@@ -11,7 +11,7 @@ from places import HELPERS, ROOT
 
 START = """
 import sys
-if "-m" in sys.orig_argv or sys.orig_argv[-1].endswith("nursery.py"):
+if "-m" in sys.orig_argv or any(each.endswith("nursery.py") for each in sys.orig_argv):
     # in the processes that it starts, and in what their ranks are forked from, before anything else
     import sealed_device
     sealed_device.become_accelerator()
