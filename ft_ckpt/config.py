@@ -256,7 +256,7 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
         ("name_template", _is_template, "{step} or {epoch}, no other field, no slash, no dot at the beginning"),
         ("staging", _is_local_folder, "a folder of this machine, or None"),
         ("publish", _is_publish_goal, "a server's URL, several, or a mapping of url=, after_resume= and publish's"),
-        ("base_id", lambda name: without_secrets(name or "") == (name or ""), "no key, password or token"),
+        ("base_id", lambda name: without_secrets(name or "") == (name or ""), "a name without key, password or token"),
     ]
 
 

@@ -31,12 +31,12 @@ def add_dry_run(parser: ArgumentParser) -> None:
 
 
 def bounded(kind: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], float]:
-    """The argument type of a number from `least` to `most`."""
+    """The argument type of a finite number from `least` to `most`."""
 
     def parse(text: str) -> float:
         with suppress(ValueError):
             value = kind(text)
-            if least <= value <= most:
+            if least <= value <= most and math.isfinite(value):
                 return value
         upper = "" if math.isinf(most) else f" to {most:g}"
         raise ArgumentTypeError(f"{text}: expected a number from {least:g}{upper}")

@@ -159,6 +159,7 @@ def test_plot_says_what_it_needs(tmp_path):
         ([*GIVEN[1:], "--model-size", "big"], "'big' is not a size"),
         ([*GIVEN[1:], "--save-time", 1, "--nodes", 0], "--nodes"),
         ([*GIVEN[1:], "--save-time", 1, "--max-overhead", 2], "--max-overhead"),
+        ([*GIVEN[1:], "--save-time", 1, "--hours", "inf"], "--hours: inf: expected a number from"),
     ],
 )
 def test_errors(arguments, words):
