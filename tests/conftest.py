@@ -184,6 +184,7 @@ ONLY_IN_ALL = {
         "with_workers[stateful stream]",
         "with_workers[shuffled]",
         "batches_are_replayed[Stream]",
+        "another_batch_size_goes_on_after_the_samples_that_were_seen[prepared counted stream]",
         "asked_for[safetensors]",
     ],
     "test_publish_cli": ["test_publish_follows_until_a_signal"],
