@@ -131,11 +131,13 @@ def make_config(config: SaverConfig | None, settings: dict[str, Any]) -> SaverCo
     return config or SaverConfig(**settings)
 
 
-def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The current values of `metrics` as floats, from numbers and from tensors or arrays of one element.
+def numbers_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The current values of `metrics` as floats, from numbers and from tensors or arrays of one element; {} for None.
 
     Raises ConfigError naming all that are not one real number, and for anything but a mapping.
     """
+    if metrics is None:
+        return {}
     if not isinstance(metrics, Mapping):
         raise ConfigError(f"metrics={metrics!r:.80}: expected a name and a number for each, such as {{'loss': 0.5}}")
     found = {name: _number_of(value) for name, value in metrics.items()}

@@ -138,7 +138,7 @@ class CheckpointSaver:
         )  # fmt: skip
         push_to = None if push_to_hub is None else push_goal(push_to_hub, **config.client_options)
         step = step_of(step)
-        facts = self._run.facts_of_save(step, numbers_of(metrics or {}))
+        facts = self._run.facts_of_save(step, numbers_of(metrics))
         model = model_inside(model)
         self._pending.wait_for_save()
         asked = MergeRequest(merged, base, dequantize, check)
@@ -287,7 +287,7 @@ class CheckpointSaver:
         Raises ConfigError for invalid metrics and steps, and what `save_state` raises; with on_failure="warn" a failed
         save gives a warning, and training continues.
         """
-        given, step = numbers_of(metrics or {}), step_of(step)
+        given, step = numbers_of(metrics), step_of(step)
         if not self._run.is_batch_done():
             return None
         self._run.note_step(step, given)
@@ -318,7 +318,7 @@ class CheckpointSaver:
         `background` and `overwrite` as for `save`. Then checkpoints that `keep` does not select are deleted. Raises
         what `save` raises.
         """
-        counted = self._run.agree_on_metrics(numbers_of(metrics or {}), self._current_ranks())
+        counted = self._run.agree_on_metrics(numbers_of(metrics), self._current_ranks())
         config = self._config_with(background=background, overwrite=overwrite)
         self._run.register({**objects, **({} if model is None else {"model": model})})
         return self._saves.save(None, config, path, counted, adapter_only, dict(extra_files or {}))

@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -402,9 +401,7 @@ def _unix_seconds(when: float | datetime | str | None) -> float | None:
 
 
 def _is_duration(value: Any) -> bool:
-    with suppress(ConfigError):
-        return value is None or parse_seconds(value) > 0
-    return False
+    return value is None or parse_seconds(value) > 0
 
 
 def _is_best(value: Any) -> bool:
@@ -412,9 +409,7 @@ def _is_best(value: Any) -> bool:
 
 
 def _is_deadline(value: Any) -> bool:
-    with suppress(ValueError):
-        return value in (None, "auto") or is_number(_unix_seconds(value), 0, sys.float_info.max)
-    return False
+    return value in (None, "auto") or is_number(_unix_seconds(value), 0, sys.float_info.max)
 
 
 def _number_rule(

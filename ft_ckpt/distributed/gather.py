@@ -207,7 +207,7 @@ class _BucketCarrier:
         if id(unit) in filled:
             return filled[id(unit)].view(-1)
         own = unit.own_data(self.ranks.rank)
-        return own[0].reshape(-1) if own else torch.empty(0, dtype=unit.info.dtype)  # an empty tensor has no owner
+        return own[0].reshape(-1) if own else torch.empty(0, dtype=unit.info.dtype, device="cpu")  # has no owner
 
     def _pack_own(self, moving: list[_RowRange]) -> Tensor | None:
         """This rank's contributions in one buffer, or None."""

@@ -256,7 +256,7 @@ def _same_values(one: Any, other: Any) -> bool:
 def _tensor_bits(tensor: Any) -> Tensor:
     local = local_part(tensor)
     return (
-        (torch.empty(0) if local is None else local)
+        (torch.empty(0, device="cpu") if local is None else local)
         .cpu()
         .resolve_conj()
         .resolve_neg()

@@ -208,6 +208,6 @@ class StandInTensors(PlainTensors):
 
 def stand_in_parameter(shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]) -> nn.Parameter:
     """A parameter of that shape in the memory of one element, which stands for the tensor that `read` returns."""
-    parameter = nn.Parameter(torch.zeros((), dtype=dtype).expand(shape), requires_grad=False)
+    parameter = nn.Parameter(torch.zeros((), dtype=dtype, device="cpu").expand(shape), requires_grad=False)
     setattr(parameter, _READ, read)
     return parameter

@@ -124,7 +124,7 @@ class _RebuiltTensors:
                 [change for number in range(1, len(self.files)) for change in self._changes(number, name)],
             )
         for positions, values in self._loaded[1]:
-            low, high = torch.searchsorted(positions, torch.tensor([start, stop])).tolist()
+            low, high = torch.searchsorted(positions, torch.tensor([start, stop], device="cpu")).tolist()
             found[positions[low:high] - start] = values[low:high]
         return found
 

@@ -26,6 +26,6 @@ def reference_answers(checkpoint: Path, part: str, base: Any) -> tuple[list[list
 def _answers(model: Any) -> list[list[float]]:
     found = []
     for prompt in PROBE_PROMPTS:
-        logits = model(input_ids=torch.tensor([prompt])).logits[0, -1]
+        logits = model(input_ids=torch.tensor([prompt], device="cpu")).logits[0, -1]
         found.append(torch.log_softmax(logits.float(), -1).topk(_TOP).values.tolist())
     return found

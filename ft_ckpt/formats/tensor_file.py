@@ -380,7 +380,9 @@ class IndexedFile:
         spec = self.specs[name]
         data = self.raw.bytes(self.index.start(name), spec.size_bytes)
         if self.verify:
-            self._verify_digest(name, torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0))
+            self._verify_digest(
+                name, torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, device="cpu")
+            )
         return np.frombuffer(data, np.dtype(spec.dtype)).reshape(spec.shape)
 
     def close(self) -> None:

@@ -99,7 +99,7 @@ class TensorFlowFile:
         self.specs: dict[str, Spec] = {}
         self.ties: dict[str, str] = {}
         self.skipped: list[str] = []
-        self.held: tuple[str | None, Tensor] = (None, torch.empty(0))
+        self.held: tuple[str | None, Tensor] = (None, torch.empty(0, device="cpu"))
         shapes, types = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
         for name in sorted(shapes):
             if types[name].name in DTYPES:
@@ -115,7 +115,10 @@ class TensorFlowFile:
             return torch.empty(0, dtype=getattr(torch, spec.dtype), device="cpu")
         if not spec.shape or spec.dtype in _UNSLICED:
             if self.held[0] != name:
-                self.held = (None, torch.empty(0))  # one at a time: the last is freed before the next is read
+                self.held = (
+                    None,
+                    torch.empty(0, device="cpu"),
+                )  # one at a time: the last is freed before the next is read
                 self.held = (name, self._restore_tensor(spec, ""))
             return self.held[1][start:stop]
         row = math.prod(spec.shape[1:])
@@ -125,7 +128,7 @@ class TensorFlowFile:
         ]
 
     def close(self) -> None:
-        self.held = (None, torch.empty(0))
+        self.held = (None, torch.empty(0, device="cpu"))
         self.room.close()
 
     def _restore_tensor(self, spec: Spec, part: str) -> Tensor:

@@ -334,14 +334,14 @@ class TorchFile(SpanFile):
         spans = {name: [one.span] for name, one in stored.items()}
         super().__init__(specs, spans, **more)
         self.strided = {name: one for name, one in stored.items() if not one.is_row_major}
-        self.made: tuple[str | None, Tensor] = (None, torch.empty(0))
+        self.made: tuple[str | None, Tensor] = (None, torch.empty(0, device="cpu"))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Flat elements [start, stop) in row-major order: 1-D, on the CPU."""
         if name not in self.strided:
             return super().read(name, start, stop)
         if self.made[0] != name:
-            self.made = (None, torch.empty(0))  # one at a time: the last is freed before the next is read
+            self.made = (None, torch.empty(0, device="cpu"))  # one at a time: the last is freed before the next is read
             self.made = (name, row_major(self.strided[name]))
         return self.made[1][start:stop]
 
@@ -349,7 +349,7 @@ class TorchFile(SpanFile):
         return None if name in self.strided else super().runs(name)
 
     def close(self) -> None:
-        self.made = (None, torch.empty(0))
+        self.made = (None, torch.empty(0, device="cpu"))
 
 
 def open_torch_file(file: RawFile) -> TorchFile:

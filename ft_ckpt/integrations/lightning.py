@@ -49,7 +49,7 @@ class LightningState:
         made = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         module = self._trainer.lightning_module
         live, stored = module.state_dict(keep_vars=True), made["state_dict"].items()
-        # Modules make what they list beside parameters and buffers (get_extra_state) anew each time, of any type.
+        # Only parameters and buffers are compared: get_extra_state returns a new object of any type at each call.
         own = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
         names = {name for name, _ in own}
         others = [n for n, one in stored if n not in live or (n in names and one.data_ptr() != live[n].data_ptr())]

@@ -237,7 +237,9 @@ def _adapter_entries(view: View, adapter: str) -> list[Entry]:
     if config.is_prompt_learning:
         return _prompt_entries(view, adapter)
     sources = _sources_for(view, adapter)
-    placeholders = {source.raw_name: torch.zeros((), dtype=source.dtype).expand(source.shape) for source in sources}
+    placeholders = {
+        source.raw_name: torch.zeros((), dtype=source.dtype, device="cpu").expand(source.shape) for source in sources
+    }
     stored = _peft_names(view.module, placeholders, adapter)
     origin = {id(tensor): source for tensor, source in zip(placeholders.values(), sources, strict=True)}
     prefix, clean_name = "" if is_peft_model(view.module) else PREFIX, _name_cleaner(view)
@@ -349,7 +351,7 @@ def _prompt_entries(view: View, adapter: str) -> list[Entry]:
         model = _shallow_copy(view.module)  # only the copy has the rebuilt encoder
         model.__dict__["_modules"] = {**model._modules, "prompt_encoder": nn.ModuleDict({adapter: encoder})}
         with torch.no_grad():
-            stored = _peft_names(model, {s.raw_name: torch.zeros(1) for s in others.values()}, adapter)
+            stored = _peft_names(model, {s.raw_name: torch.zeros(1, device="cpu") for s in others.values()}, adapter)
         return {
             name: tensor.detach().contiguous()
             for name, tensor in stored.items()
@@ -366,7 +368,9 @@ def _prompt_entries(view: View, adapter: str) -> list[Entry]:
 def _rebuild_module(module: nn.Module, full: Mapping[str, Tensor]) -> nn.Module:
     """A copy of `module` with the tensors `full` as plain parameters; the live module may be sharded."""
     own = {id(parameter): parameter for parameter in module.parameters()}
-    twin = copy.deepcopy(module, memo={key: nn.Parameter(torch.empty(0), requires_grad=False) for key in own})
+    twin = copy.deepcopy(
+        module, memo={key: nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False) for key in own}
+    )
     for name, tensor in full.items():
         path, _, key = name.rpartition(".")
         owner = twin.get_submodule(path)

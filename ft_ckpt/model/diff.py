@@ -148,7 +148,11 @@ def _compare_slices(one: Tensor, other: Tensor) -> tuple[bool, Sums]:
     same_dtype = one.dtype == other.dtype
     equal = same_dtype and torch.equal(_byte_view(one), _byte_view(other))
     if any(str(data.dtype).endswith(_PACKED) for data in (one, other)):
-        same = _byte_view(one) == _byte_view(other) if same_dtype else torch.zeros(one.numel(), dtype=torch.bool)
+        same = (
+            _byte_view(one) == _byte_view(other)
+            if same_dtype
+            else torch.zeros(one.numel(), dtype=torch.bool, device="cpu")
+        )
         return equal, Sums(one.numel(), unbounded=int((~same).sum()))
     is_complex = one.is_complex() or other.is_complex()
     before = _float64_values(one, is_complex)

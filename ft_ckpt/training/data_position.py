@@ -274,7 +274,7 @@ class DataPosition:
             "was given before, so those to come differ as well; use the same data and batch size, and a sampler whose "
             "order comes from random numbers, or from an `epoch` or `seed` that it keeps under this name"
         )
-        _tell(problem, self.on_difference, stacklevel=6)
+        _report_difference(problem, self.on_difference, stacklevel=6)
 
     def _read_one(self, iterator: Iterator[Any]) -> list[Any]:
         read = list(islice(iterator, 1))
@@ -347,8 +347,8 @@ class DataPosition:
         ]
 
 
-def _tell(problem: str, on_difference: str, stacklevel: int) -> None:
-    """Raise LoadError, warn or do nothing: "raise", "warn", "ignore"."""
+def _report_difference(problem: str, on_difference: str, stacklevel: int) -> None:
+    """Raise LoadError for "raise", warn for "warn", do nothing for "ignore"."""
     if on_difference == "raise":
         raise LoadError(problem)
     if on_difference == "warn":
@@ -504,7 +504,7 @@ class DataPositions:
     def _slot_of(self, loader: Any, on_difference: str) -> _FeedSlot:
         """The slot of the loader: one with the same data, else the first that was not requested.
 
-        Other data than that of the only loader is told as `on_difference` says, see `_tell`.
+        If the checkpoint has one loader, of other data, `on_difference` decides between an error and a warning.
         """
         waiting, about = [slot for slot in self._slots if slot.feed is None], describe_data(loader)
         alike = [slot for slot in waiting if slot.state is not None and slot.state.get(_ABOUT, about) == about]
@@ -523,7 +523,7 @@ class DataPositions:
                 f"the data: {about[0]} with {about[1]} samples, was {before[0]} with {before[1]} when it was saved; "
                 "the pass goes on after the samples that the run had seen: use the same data for an exact resume"
             )
-            _tell(problem, on_difference, stacklevel=5)
+            _report_difference(problem, on_difference, stacklevel=5)
         return (alike or waiting)[0]
 
 

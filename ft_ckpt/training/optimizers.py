@@ -145,7 +145,7 @@ def _set_hyperparameter(group: dict[str, Any], key: str, stored: dict[str, Any])
     elif isinstance(group.get(key), Tensor):
         group[key].fill_(value)  # in place: captured CUDA graphs refer to it
     else:
-        group[key] = torch.tensor(value, dtype=dtype_of(stored["tensor"]))
+        group[key] = torch.tensor(value, dtype=dtype_of(stored["tensor"]), device="cpu")
 
 
 _MOST_BESIDE_BYTES = 1 << 20

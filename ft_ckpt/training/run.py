@@ -163,7 +163,7 @@ def _reseed_new_rank(rank: int) -> None:
     import numpy as np
     import torch
 
-    seed = (int(torch.randint(2**62, ()).item()) ^ (rank * 0x9E3779B97F4A7C15)) % 2**63
+    seed = (int(torch.randint(2**62, (), device="cpu").item()) ^ (rank * 0x9E3779B97F4A7C15)) % 2**63
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -534,7 +534,7 @@ def _check_settings(settings: Mapping[str, Mapping[str, Any]]) -> None:
     for setting in settings.values():
         decode_value(setting["value"])
         if "tensor" in setting:
-            torch.tensor(decode_value(setting["value"]), dtype=dtype_of(setting["tensor"]))
+            torch.tensor(decode_value(setting["value"]), dtype=dtype_of(setting["tensor"]), device="cpu")
 
 
 def _check_entries(state: Any, ranks: int) -> None:

@@ -340,7 +340,7 @@ def _restored_number(key: str, live: Any, kept: Mapping[Slot, dict[str, Any]], f
 def _stored_number(place: Slot, key: str, entry: Any, fill: Callable[[Source], Any]) -> Any:
     if "dtype" not in entry:
         return decode_value(entry["value"])
-    source = _whole_source(place, key, torch.zeros(entry["shape"], dtype=dtype_of(entry["dtype"])))
+    source = _whole_source(place, key, torch.zeros(entry["shape"], dtype=dtype_of(entry["dtype"]), device="cpu"))
     fill(source)
     return source.live.item()
 
@@ -351,6 +351,6 @@ def _read_run(place: Slot, key: str, dtype: torch.dtype, into: Tensor, fills: _F
     if source.local is None or dtype == into.dtype:
         fills[1](replace(source, dtype=dtype))
         return
-    read = torch.empty(source.local.shape, dtype=dtype)
+    read = torch.empty(source.local.shape, dtype=dtype, device="cpu")
     fills[0](replace(source, dtype=dtype).holding(read))
     source.local.copy_(read)

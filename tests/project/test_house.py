@@ -141,6 +141,22 @@ def test_what_is_raised_comes_from_our_own_tree():
     assert foreign == []
 
 
+def test_no_tensor_is_made_on_the_default_device_of_a_script():
+    """`torch.set_default_device` is the script's: host memory that files are written from is on the CPU."""
+    kinds = ("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "eye", "rand", "randn", "randint")
+    makers = {f"torch.{kind}" for kind in kinds}
+    calls = [
+        (path.name, node)
+        for path in (ROOT / "ft_ckpt").rglob("*.py")
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in makers
+    ]
+    assert calls
+    assert [
+        f"{name}:{call.lineno}" for name, call in calls if "device" not in {each.arg for each in call.keywords}
+    ] == []
+
+
 def test_text_leaves_the_package_in_one_place():
     """Lines, warnings and log records are printable: see `ft_ckpt.messages`."""
     allowed = {"print": "cli/options.py", "warnings.warn": "messages.py", "logging.getLogger": "messages.py"}

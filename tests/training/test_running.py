@@ -1,5 +1,6 @@
 """When a run saves by itself, what it does on a full disk, and how ranks decide together."""
 
+import re
 import shutil
 import signal
 import time
@@ -314,8 +315,9 @@ def test_what_is_no_number_is_named(tmp_path, value):
     for call in (saver.step, lambda metrics: saver.save_state(metrics=metrics)):
         with pytest.raises(ConfigError, match=f"metrics: worst is a {type(value).__name__}"):
             call({"loss": 1.0, "worst": value})
-        with pytest.raises(ConfigError, match=r"metrics=0.5: expected a name and a number"):
-            call(0.5)
+        for wrong in (0.5, 0.0, []):
+            with pytest.raises(ConfigError, match=rf"metrics={re.escape(repr(wrong))}: expected a name and a number"):
+                call(wrong)
     assert folders(tmp_path) == []
 
 
