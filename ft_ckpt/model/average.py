@@ -23,7 +23,7 @@ from ft_ckpt.checkpoint.catalog import damage_of, list_readable
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import hold_open
 from ft_ckpt.errors import ConfigError, LoadError, SelectionError, listing
-from ft_ckpt.formats.dtypes import dtype_of
+from ft_ckpt.formats.dtypes import dtype_of, is_within
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.model.convert import (
     FLOAT_DTYPES,
@@ -179,7 +179,7 @@ class AveragedFile:
         for share, part in zip(self.shares[1:], parts, strict=True):
             total.add_(part.to(wide), alpha=share)
         dtype = dtype_of(self.specs[name].dtype)
-        if bool((total.abs() > torch.finfo(dtype).max).any()):
+        if not is_within(total, dtype) and bool((total.abs() > torch.finfo(dtype).max).any()):
             self.beyond.add(name)
         return total.to(dtype)
 

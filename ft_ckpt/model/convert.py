@@ -38,6 +38,7 @@ from ft_ckpt.errors import (
     listing,
 )
 from ft_ckpt.formats import detect
+from ft_ckpt.formats.dtypes import is_within
 from ft_ckpt.formats.file_io import FilePlan, write_file
 from ft_ckpt.formats.layout import Layout, Spec, TensorFile
 from ft_ckpt.formats.registry import DEFAULT_FORMAT, FolderLibrary, TensorFormat, format_named, written_formats
@@ -289,8 +290,7 @@ class TranslatedFile:
         if data.dtype == wanted:
             return data.contiguous()
         cast = data.to(wanted)
-        is_narrower = torch.finfo(wanted).max < torch.finfo(data.dtype).max
-        if is_narrower and bool(cast.isinf().any()) and bool((cast.isinf() & data.to(torch.float64).isfinite()).any()):
+        if not is_within(data, wanted) and bool((cast.isinf() & data.to(torch.float64).isfinite()).any()):
             self.overflown.add(name)
         return cast
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.wrappers import is_engine_attribute, unwrap, user_class, walk_modules
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
-from ft_ckpt.formats.dtypes import all_finite
+from ft_ckpt.formats.dtypes import all_finite, is_within
 from ft_ckpt.model.adapters import active_adapters, base_path, base_sources, base_view, has_adapters
 from ft_ckpt.model.base_model import refuse_merged
 from ft_ckpt.model.companions import is_quantised, nested_configs
@@ -444,10 +444,7 @@ def _rounded(name: str, merged: Tensor, dtype: torch.dtype) -> Tensor:
     rounded = merged.detach().to(dtype).contiguous()
     if rounded.device.type == "meta":
         raise IncompleteError(f"{name}: merging needs a tensor that is missing; nothing is committed")
-    # The sum shows NaN and infinity at a tenth of the cost of a full check. The values are the rounded ones, because
-    # rounding may overflow; the sum has the wider dtype, because one of 16 bits would overflow too often.
-    probe = rounded.sum(dtype=merged.dtype if dtype.itemsize < merged.dtype.itemsize else dtype)
-    if not bool(torch.isfinite(probe)) and not all_finite(rounded):
+    if not is_within(merged.detach(), dtype) and not all_finite(rounded):
         raise IncompleteError(
             f"{name}: merging gives NaN, infinity or values beyond {dtype}; nothing is committed. Is the adapter "
             "damaged?"
