@@ -201,7 +201,7 @@ def _last_of(items: Sequence[_T], count: int | None) -> Sequence[_T]:
 
 
 def _is_count(value: object) -> bool:
-    return value is None or is_number(value, 1, whole=True)
+    return value is None or (isinstance(value, int) and is_number(value, 1))  # JSON takes no number of NumPy
 
 
 def _is_best_rule(best: object) -> bool:

@@ -656,7 +656,8 @@ def _convert_to_folder(opened: TensorFile, source: Place, options: ConvertOption
 
 
 def _plan_converted(part: folder.FolderPart, options: ConvertOptions) -> _ConvertedPart:
-    file = TranslatedFile(part.file, options.names, options.dtype)
+    names = _names_in_part(part, [*part.file.specs, *getattr(part.file, "ties", {})], options.names)
+    file = TranslatedFile(part.file, names, options.dtype)
     stem = "adapter_model" if part.kind == "adapter" else options.format.model_stem
     ending, place = options.format.suffixes[0], f"{part.path}/" if part.path else ""
     index_path = f"{place}{stem}{ending}.index.json"
@@ -668,6 +669,17 @@ def _plan_converted(part: folder.FolderPart, options: ConvertOptions) -> _Conver
         return _ConvertedPart(part, file, outputs, index_path, None)
     total = {"total_size": sum(spec.size_bytes for spec in file.specs.values())}
     return _ConvertedPart(part, file, outputs, index_path, shard_index(shards, total, file.ties))
+
+
+def _names_in_part(part: folder.FolderPart, names: Iterable[str], table: Names) -> dict[str, str]:
+    """New names by old of the tensors `names` of a part. `table` has the names in the whole folder, with its prefix.
+
+    Raises SelectionError for tensors that would leave the part.
+    """
+    new = rename_tensors([part.prefix + name for name in names], table)
+    if left := [f"{old} -> {name}" for old, name in new.items() if not name.startswith(part.prefix)]:
+        raise SelectionError(f"{listing(left)}: out of the part {part.path}; keep the prefix {part.prefix!r}")
+    return {old.removeprefix(part.prefix): name.removeprefix(part.prefix) for old, name in new.items()}
 
 
 class _Shard:
@@ -715,9 +727,10 @@ def _converted_manifest(
 ) -> Manifest:
     """The manifest of a source checkpoint with the new files, or a new manifest for other sources."""
     known = opened.manifest if isinstance(opened, folder.WeightsFolder) else None
-    if known is not None:
+    if isinstance(opened, folder.WeightsFolder) and known is not None:
         notes = (*known.notes, options.note)
-        return dataclasses.replace(known, parts=tuple(parts), files=files, notes=notes, number=None)
+        shared = _renamed_groups(opened, known.shared, options.names) if options.format.library is None else ()
+        return dataclasses.replace(known, parts=tuple(parts), files=files, notes=notes, shared=shared, number=None)
     named = tuple(_describe_part(part, source) for part in parts)
     kind = "adapter" if all(part.kind == "adapter" for part in named) else "full"
     created = datetime.now(timezone.utc).isoformat()
@@ -726,6 +739,19 @@ def _converted_manifest(
         named, files, kind, created, versions=versions, notes=(options.note,), made_from=options.made_from,
         export=bool(options.made_from),
     )  # fmt: skip
+
+
+def _renamed_groups(
+    opened: folder.WeightsFolder, groups: Iterable[Iterable[str]], table: Names
+) -> tuple[tuple[str, ...], ...]:
+    """The groups of "part:name" of a manifest's `shared`, with the new names."""
+    parts = {one.record.name: one for one in opened.parts if one.record is not None}
+
+    def renamed(member: str) -> str:
+        name, _, tensor = member.partition(":")
+        return f"{name}:{_names_in_part(parts[name], [tensor], table)[tensor]}" if name in parts else member
+
+    return tuple(tuple(map(renamed, group)) for group in groups)
 
 
 def _describe_part(part: PartRecord, source: Place) -> PartRecord:

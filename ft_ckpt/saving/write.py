@@ -280,13 +280,21 @@ def all_ranks_see(store: Store, ranks: Ranks) -> bool:
     _, error = try_action(lambda: store.write(name, token.encode()) if ranks.is_main else None)
     probe = ranks.agree("the files of save()", {"folder": store.url, "name": name, "token": token}, error).result
     there = LocalStore(Path(probe["folder"])) if isinstance(store, LocalStore) else store
+
+    def look() -> dict[str, bool]:
+        try:
+            return {"sees": there.read(probe["name"]) == probe["token"].encode()}
+        except CorruptError:  # absent, or another file
+            return {"sees": False}
+
+    seen, error = try_action(look)
     try:
-        sees = {"sees": there.read(probe["name"]) == probe["token"].encode()}
-    except CorruptError:  # absent, or another file
-        sees = {"sees": False}
-    all_see = ranks.agree("the look at the files of save()", sees, decide=lambda values: all(v["sees"] for v in values))
-    if ranks.is_main:
-        store.delete([name])
+        all_see = ranks.agree(
+            "the look at the files of save()", seen, error, decide=lambda views: all(v["sees"] for v in views)
+        )
+    finally:
+        if ranks.is_main:
+            store.delete([name])
     return bool(all_see.result)
 
 

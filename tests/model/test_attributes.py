@@ -103,6 +103,18 @@ def test_shared_trunk_is_recorded_and_shared_again(tmp_path):
     assert_agree(parts["value_model"].eval()(ids), model.value_model(ids))
 
 
+def test_what_parts_share_has_the_new_names_of_a_conversion(tmp_path):
+    CheckpointSaver().save(models.build("shared_trunk"), tmp_path / "old", attribute=["policy", "value_model"])
+    ft_ckpt.convert(tmp_path / "old", tmp_path / "new", map={"value_model.trunk.*": "value_model.body.*"})
+    assert set(stored(tmp_path / "new/policy")) == set(stored(tmp_path / "old/policy"))
+    expected = {name.replace("trunk.", "body.") for name in stored(tmp_path / "old/value_model")}
+    assert set(stored(tmp_path / "new/value_model")) == expected
+    before, after = (read_manifest(tmp_path / name).shared for name in ("old", "new"))
+    assert after == tuple(tuple(name.replace(":trunk.", ":body.") for name in group) for group in before) != before
+    with pytest.raises(errors.SelectionError, match=r"policy\.lm_head\.weight -> head\.weight: out of the part policy"):
+        ft_ckpt.convert(tmp_path / "old", tmp_path / "third", map={"policy.lm_head.weight": "head.weight"})
+
+
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral", "llava"])
 def test_what_is_stored_under_other_names_is_shared_again(name, tmp_path):
     """Fused experts, renamed towers, and heads that are tied in both parts."""
