@@ -22,6 +22,7 @@ from faults import (
     save_with_state,
     stop_at,
 )
+from seeds import next_call
 
 from ft_ckpt.checkpoint.catalog import discover, read_manifest, verify
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
@@ -278,7 +279,7 @@ def refuse():
 def every_call(check):
     call = 1
     while check(call):
-        call += 1
+        call = next_call(call)
     return call
 
 

@@ -11,7 +11,7 @@ import torch
 from contract_format import equal, state
 from launch import run_python
 from opened import raw_file
-from seeds import chosen_seed
+from seeds import chosen_seed, examples
 from test_hdf5 import FUZZ
 
 from ft_ckpt.errors import ConfigError, CorruptError
@@ -188,7 +188,7 @@ def test_a_damaged_chunk_is_named(tmp_path):
 @pytest.mark.parametrize(("compression", "shuffle"), [("zstd", "byte"), ("lz4", None), ("blosc2", "bit")])
 def test_mutated_files_give_right_values_or_an_error(compression, shuffle, tmp_path):
     save({"w": torch.randn(90, 100).bfloat16(), "odd": 1}, tmp_path / "x.h5", compression=compression, shuffle=shuffle)
-    run = run_python(FUZZ, tmp_path / "x.h5", tmp_path / "y.h5", chosen_seed(), 60, 0)
+    run = run_python(FUZZ, tmp_path / "x.h5", tmp_path / "y.h5", chosen_seed(), examples(60), 0)
     assert run.returncode == 0, (run.args[1:], run.stderr)
     assert "'same'" in run.stdout
 

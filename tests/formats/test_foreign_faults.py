@@ -33,9 +33,10 @@ def campaign(readers, each, folder):
 
 
 def test_faults_in_files_are_refused(tmp_path):
-    counts, wrong = campaign(READERS, 1, tmp_path)
+    some = READERS[::3]
+    counts, wrong = campaign(some, 1, tmp_path)
     assert not wrong, wrong
-    assert counts["refused"] > len(READERS) // 3
+    assert counts["refused"] > len(some) // 3
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import run_python
 from opened import raw_file
-from seeds import chosen_seed
+from seeds import chosen_seed, examples
 
 from ft_ckpt.errors import CorruptError, SelectionError
 from ft_ckpt.formats import cerebras, hdf5, hdf5_layout, hdf5_probe
@@ -344,7 +344,7 @@ print(outcomes)
 """
 
 
-@pytest.mark.parametrize(("moved", "count"), [(0, 200), (1, 25)])
+@pytest.mark.parametrize(("moved", "count"), [(0, examples(200)), (1, 25)])
 def test_mutated_files_give_right_values_or_an_error(moved, count, tmp_path):
     """`moved`: a byte more at the end, so the index is not trusted and the HDF5 library meets the damage."""
     save({"w": torch.randn(30, 20), "b": torch.ones(3).to(torch.bfloat16), "odd": (1, "x", b"y")}, tmp_path / "x.h5")

@@ -42,10 +42,11 @@ def check(groups, told, wrong, count):
     assert not [group for group in groups if told[group, "refused"] <= count // 20]
 
 
-@pytest.mark.parametrize(("groups", "count"), [(FAST, 12), (SLOW, 2)], ids=["many", "few"])
+@pytest.mark.parametrize(("groups", "count"), [(FAST, 5), (SLOW, 2)], ids=["many", "few"])
 def test_damaged_input_is_refused_in_so_many_words(groups, count, tmp_path):
     told, wrong, _ = campaign(groups, 0, count, tmp_path)
-    check(groups if count > 10 else [], told, wrong, count)
+    check([], told, wrong, count)
+    assert sum(number for (_, how), number in told.items() if how == "refused") > len(groups) * count // 4
 
 
 @pytest.mark.slow

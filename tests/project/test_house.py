@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -254,6 +255,7 @@ def run(*command: str) -> str:
     return result.stdout + result.stderr
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 

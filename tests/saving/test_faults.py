@@ -23,7 +23,7 @@ from ft_ckpt.errors import ManifestError
 
 ALL = ["full", "h5", "background", "direct", "prune", "pin", ".safetensors", ".pt", ".h5 compressed"]
 ALL += ["convert to h5", "convert to a file"]
-SOME = ["full", "background", "prune"]
+SOME = ["full", "prune"]
 READS = ["load_model", "load_model verified", "adapter", "resume", "verify", "latest", "discover", "copy"]
 READS += [".safetensors", ".safetensors now", ".pt", ".h5", ".h5 compressed"]
 

@@ -201,7 +201,7 @@ def test_commands_take_such_urls(hub, small, tmp_path, monkeypatch, capsys):
 # What goes wrong
 
 
-MOST = [5, pytest.param(1000, marks=pytest.mark.slow)]  # of the requests of a copy, at which something happens
+MOST = [3, pytest.param(1000, marks=pytest.mark.slow)]  # of the requests of a copy, at which something happens
 LOST = {"cuts": True, "acts_first": True}
 _CONTEXT = multiprocessing.get_context("forkserver")
 
