@@ -1,7 +1,9 @@
 """Averages of checkpoints: exact to one rounding, streamed, and never taken for a moment of a run."""
 
 import json
+import shutil
 from functools import partial
+from pathlib import Path
 
 import models
 import peft
@@ -32,12 +34,19 @@ def saved(folder, seed, **settings):
     return model
 
 
-@pytest.fixture
-def three(tmp_path):
-    """Three checkpoints of one architecture, and their weights by name."""
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """Three checkpoints of one architecture, which no test changes."""
+    folder = tmp_path_factory.mktemp("originals")
     for seed in range(3):
-        saved(tmp_path / f"c{seed}", seed)
-    return [tmp_path / f"c{seed}" for seed in range(3)]
+        saved(folder / f"c{seed}", seed)
+    return [folder / f"c{seed}" for seed in range(3)]
+
+
+@pytest.fixture
+def three(originals, tmp_path):
+    """Copies of the three checkpoints, for one test."""
+    return [Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in originals]
 
 
 def mean(folders, shares):

@@ -40,7 +40,10 @@ pytestmark = pytest.mark.timeout(900)  # the first test of a group waits for its
 QUICK = {  # the others run with `scripts/test --all`
     "none": SAVES,
     "ddp": WRAPPED,
-    "fsdp2": SAVES,
+    "fsdp2": (
+        *("full", "converted", "experts", "dual", "sharded", "attributes", "adapter", "merged_experts"),
+        *("shared_trunk", "adapter_bytes", "streaming", "after_eval"),
+    ),
     "zero3": ("full", "converted", "sharded", "adapter", "merged", "after_eval"),
 }
 

@@ -15,7 +15,7 @@ import models
 import pytest
 import torch
 from places import WORKERS, python_path
-from seeds import chosen_seed
+from seeds import chosen_seed, examples
 
 from ft_ckpt import CheckpointSaver, verify
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
@@ -112,7 +112,7 @@ def is_whole(folder):
 
 
 def test_a_flipped_bit_is_found(tmp_path):
-    flips(tmp_path, 100)
+    flips(tmp_path, examples(100))
 
 
 @pytest.mark.slow

@@ -425,7 +425,7 @@ QUICK = [
     f"{ranks}/{case}"
     for ranks, cases in LAUNCHES
     for case in cases
-    if ranks < 4 and case.split("/")[1] in ("default", "stateful", "sharded stream")
+    if ranks < 4 and case.split("/")[1] in ("default", "sharded stream")
 ]
 
 
