@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from datetime import datetime, timezone
 from functools import reduce
+from itertools import chain
 from operator import and_
 from pathlib import Path
 
@@ -175,9 +176,10 @@ class AveragedFile:
         if not (first.is_floating_point() or first.is_complex()):
             return self._last_of(name, first, parts)
         wide = _WIDE.get(first.dtype, torch.complex64 if first.is_complex() else torch.float32)
-        total = first.to(wide) * self.shares[0]
-        for share, part in zip(self.shares[1:], parts, strict=True):
-            total.add_(part.to(wide), alpha=share)
+        total = torch.zeros_like(first, dtype=wide)
+        for share, part in zip(self.shares, chain([first], parts), strict=True):
+            if share:  # NaN times 0 is NaN
+                total.add_(part.to(wide), alpha=share)
         dtype = dtype_of(self.specs[name].dtype)
         if not is_within(total, dtype) and bool((total.abs() > torch.finfo(dtype).max).any()):
             self.beyond.add(name)

@@ -9,7 +9,7 @@ import models
 import peft
 import pytest
 import torch
-from compare import logits, stored
+from compare import assert_same_tensors, logits, stored
 from faults import edit
 from launch import run_python
 from methods import low_rank, with_adapter
@@ -262,6 +262,16 @@ def test_of_a_run_and_no_moment_of_it(tmp_path):
     with CheckpointSaver(None, run) as saver:
         saver.register(model=model, optimizer=optimizer)
         assert saver.resume("must").step == 4
+
+
+def test_a_source_of_weight_0_has_no_part_in_it(three, tmp_path):
+    weights = load_file(three[0] / "model.safetensors")
+    save_file({name: tensor.fill_(float("nan")) for name, tensor in weights.items()}, tmp_path / "nan.safetensors")
+    files = [tmp_path / "nan.safetensors", *(folder / "model.safetensors" for folder in three[1:])]
+    for order in (1, -1):
+        average(files[::order], tmp_path / "out.safetensors", weights=[0, 1, 1][::order], overwrite=True)
+        average(files[1:][::order], tmp_path / "two.safetensors", overwrite=True)
+        assert_same_tensors(load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "two.safetensors"))
 
 
 @pytest.mark.parametrize(
