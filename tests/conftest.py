@@ -57,11 +57,11 @@ CAMPAIGNS = {
     "test_every_fault",
     "test_every_fault_in_every_file",
     "test_every_fault_of_a_read",
+    "test_hundreds_of_damaged_inputs",
     "test_killed_and_its_recovery_stopped",
     "test_killed_two_hundred_times",
     "test_mutated_files_give_right_values_or_an_error",
     "test_no_flipped_bit_gives_another_model",
-    "test_two_thousand_damaged_inputs",
 }
 
 # Slow cases with a faster one beside them in the default run: only `scripts/test --all` runs them.
