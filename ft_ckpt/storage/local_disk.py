@@ -67,7 +67,7 @@ def regular_descriptor(path: Path) -> int:
 def list_names(folder: Path) -> list[str]:
     """The names in `folder`, sorted; none when there is no such folder. Raises OSError."""
     try:
-        return sorted(entry.name for entry in folder.iterdir())
+        return sorted(os.listdir(folder))  # noqa: PTH208 - a path for each name takes ten times as long
     except (FileNotFoundError, NotADirectoryError):
         return []
 

@@ -24,7 +24,7 @@ PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 PARSERS = {"yaml": yaml.safe_load, "json": json.loads}
 MOST_NOT_RUN = 6
 
-QUICK = ("full", "settings", "on-disk")
+QUICK = ("settings", "on-disk")
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 quick_pages = pytest.mark.parametrize(
     "page", [page if page.stem in QUICK else pytest.param(page, marks=pytest.mark.slow) for page in PAGES],
