@@ -68,6 +68,11 @@ CAMPAIGNS = {
 # Slow cases with a faster one beside them in the default run: only `scripts/test --all` runs them.
 ONLY_IN_ALL = {
     "test_accelerators": [
+        "no_wait_is_missed[numbers_that_are_none",
+        "no_wait_is_missed[background_before_the_copy",
+        "no_wait_is_missed[exact_memory",
+        "no_wait_is_missed[resume_large",
+        "no_wait_is_missed[frozen_reuse",
         "without_streams",
         "without_events",
         "without_registration",
