@@ -22,6 +22,7 @@ from torch import Tensor
 from ft_ckpt.errors import ConfigError, CorruptError, damaged_input, listing, shown
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, checked_sizes
 from ft_ckpt.formats.pytree import MOST_LEVELS, Node
+from ft_ckpt.formats.safetensors import begins_with_header
 from ft_ckpt.formats.tensor_file import FREE_BYTES, IndexedFile, RawFile, Span, SpanFile, TensorIndex
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.scratch import check_files_inside, local_folder
@@ -193,7 +194,7 @@ def is_flax(file: RawFile) -> bool:
     skip = {0xDE: 3, 0xDF: 5}.get(head[0], 1) if head else 0
     is_dict = bool(head) and (0x81 <= head[0] <= 0x8F or head[0] in (0xDE, 0xDF))
     is_text = len(head) > skip and (0xA0 <= head[skip] <= 0xBF or 0xD9 <= head[skip] <= 0xDB)
-    return is_dict and is_text and head[8:9] != b"{"  # as safetensors begins, after a length
+    return is_dict and is_text and not begins_with_header(head)
 
 
 def open_flax(raw: RawFile, verify: bool = False) -> IndexedFile:

@@ -119,6 +119,11 @@ def read_header(file: Readable) -> dict[str, HeaderEntry]:
     return dict(header.tensors)
 
 
+def begins_with_header(head: bytes) -> bool:
+    """Whether `head`, at least the first 9 bytes of a file, begins with a length and a header of that format."""
+    return head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= _MOST_HEADER_BYTES
+
+
 def parse_header(read: Callable[[int, int], bytes | bytearray], file_bytes: int) -> SafetensorsHeader:
     """The header of the file of `file_bytes` from which `read(start, size)` gives bytes.
 
