@@ -65,7 +65,7 @@ CAMPAIGNS = {
     "test_no_flipped_bit_gives_another_model",
 }
 
-# Slow cases with a faster one beside them in the default run: only `scripts/test --all` runs them.
+# Slow cases, most of them with a faster one beside them in the default run: only `scripts/test --all` runs them.
 ONLY_IN_ALL = {
     "test_accelerators": [
         "no_wait_is_missed[numbers_that_are_none",

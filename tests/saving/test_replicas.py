@@ -41,7 +41,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcomes(request, folder):
-    return run_cases("replicas", selected(request, CASES), folder)
+    chosen = {*selected(request, CASES), "left"}  # a test without a case uses what it leaves
+    return run_cases("replicas", [case for case in CASES if case in chosen], folder)
 
 
 @pytest.mark.parametrize("case", sampled(CASES, *QUICK))

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,7 +137,14 @@ def test_nothing_is_stripped_bare():
 
 
 def test_rules_that_cannot_be_meant():
-    for wrong in ({"last": 0}, {"daily": 1.5}, {"every_steps": True}, {"best": ("loss",)}, {"best": "loss"}):
+    for wrong in (
+        {"last": 0},
+        {"last": np.int64(2)},
+        {"daily": 1.5},
+        {"every_steps": True},
+        {"best": ("loss",)},
+        {"best": "loss"},
+    ):
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))}="):
             Keep(**wrong)
     for best in (("loss", "least"), ("loss", "min", 0), [("loss", "min", None)], ("loss", "min", 1, 2), 5):
