@@ -76,7 +76,7 @@ ONLY_IN_ALL = {
         "without_streams",
         "without_events",
         "without_registration",
-        "shares_from_devices_of_their_own",
+        "test_two_ranks[two_ranks",
         "too[without_waits]",
     ],
     "test_adapters": ["are_loaded[safetensors-[34, 46", "are_loaded[h5-[34, 103", "are_loaded[h5-{"],

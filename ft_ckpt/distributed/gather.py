@@ -292,5 +292,7 @@ def wire_device() -> torch.device:
     """The device that the default process group sends from: the accelerator under NCCL and the like, else the CPU."""
     import torch.distributed as dist
 
-    backend, device = str(dist.get_backend()), current_device()
-    return torch.device("cpu") if "gloo" in backend or "mpi" in backend or device is None else device
+    backend, host = str(dist.get_backend()), torch.device("cpu")
+    if "gloo" in backend or "mpi" in backend:
+        return host  # and asks for no accelerator, which would initialize one that training does not use
+    return current_device() or host

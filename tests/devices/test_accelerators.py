@@ -15,6 +15,7 @@ WAYS = [
 ]
 EAGER = [f"{way}/eager" for way in ("large_tensors", "background", "resume_large", "load_onto", "single_files")]
 POOR = ["without_streams", "without_events", "without_waits", "without_registration"]
+RANKS = ["two_ranks", "unused"]
 BROKEN = ["nobody_waits", "nobody_keeps_blocks", "nobody_marks_the_moment"]
 
 sealed = pytest.mark.skipif(bool(sealed_device.why_missing()), reason=sealed_device.why_missing())
@@ -37,6 +38,11 @@ def outcomes(request, tmp_path_factory):
 def poor_outcomes(request, tmp_path_factory):
     cases = selected(request, [*POOR, *BROKEN])
     return run_cases("poor_accelerators", cases, tmp_path_factory.mktemp("poor"), ranks=1)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(request, tmp_path_factory):
+    return run_cases("accelerators", selected(request, RANKS), tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +75,15 @@ def test_a_missing_wait_shows(poor_outcomes, case):
 
 
 @sealed
-def test_ranks_write_their_shares_from_devices_of_their_own(tmp_path):
-    assert run_cases("accelerators", ["two_ranks"], tmp_path) == {"two_ranks": ""}
+@pytest.mark.parametrize("case", RANKS)
+def test_two_ranks(two_ranks, case):
+    """They write their shares from devices of their own, and use none for a model on the host."""
+    assert two_ranks[case] == ""
+
+
+@pytest.mark.accelerator
+def test_a_model_on_the_host_leaves_the_accelerator_of_this_machine_alone(tmp_path):
+    assert run_cases("accelerators", ["unused"], tmp_path, env={"FT_CKPT_DEVICE": "here"}) == {"unused": ""}
 
 
 @pytest.mark.accelerator

@@ -53,7 +53,7 @@ def network(seed):
 
 
 def same(one, other):
-    tensors, others = one.state_dict(), other.state_dict()
+    tensors, others = ({name: each.cpu() for name, each in model.state_dict().items()} for model in (one, other))
     return tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
 
 
