@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ft_ckpt.config import parse_size
 from scripts.bench import convert, frozen, load, many, memory, peaks, planning, ranks, save, stall, stores, writers
-from scripts.bench.common import ACCELERATOR, Row, Setting
+from scripts.bench.common import Row, Setting
 
 
 @dataclass(frozen=True)
@@ -16,21 +16,18 @@ class Measure:
     run: Callable[[Setting, int], list[Row]]
     limit: str | None = None  # the row that is the machine's limit
     figure: str = "seconds"  # empty: they are not compared
-    gpu_size: str | None = None  # an additional size, with a GPU and a given size of at least 1 GB
     at: str | None = None  # the one size it is taken at, or the largest one given if that is less; None: all given
 
     def sizes(self, given: Sequence[str]) -> list[str]:
         """The sizes it is taken at."""
-        largest = max(given, key=parse_size)
         if self.at is not None:
-            return [min([self.at, largest], key=parse_size)]
-        more = self.gpu_size if ACCELERATOR is not None and parse_size(largest) >= 1_000_000_000 else None
-        return [*given, *([more] if more else [])]
+            return [min([self.at, max(given, key=parse_size)], key=parse_size)]
+        return list(given)
 
 
 MEASURES = {
     "save": Measure(save.TITLE, save.measure, save.LIMIT),
-    "stall": Measure(stall.TITLE, stall.measure, figure="lost_seconds", gpu_size="7.5GB"),  # of 1.2 B parameters
+    "stall": Measure(stall.TITLE, stall.measure, figure="lost_seconds"),
     "memory": Measure(memory.TITLE, memory.measure, figure=""),
     "peaks": Measure(peaks.TITLE, peaks.measure, figure="", at="7.5GB"),
     "cold": Measure(load.COLD, load.cold, load.LIMIT),

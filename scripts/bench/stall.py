@@ -24,7 +24,8 @@ from scripts.bench.models import make_model
 
 TITLE = "a save in the background of a training loop"
 FREE_STEPS, LEAST_STEPS, MOST_STEPS = 2, 4, 60  # before and after the save each; least and most during it
-MOST_TOKENS = 1 << 15  # of a step; their logits must fit as well
+MOST_TOKENS = 1 << 15  # of a step
+MOST_LOGITS = 1 << 30  # of a step: a word of the vocabulary for each token, in float32 several times
 STEP_TO_COPY = 2.5  # a step lasts about so many times as long as the copy
 
 
@@ -73,7 +74,8 @@ class Loop:
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        self.tokens = torch.randint(training.model.config.vocab_size, (1, 4), device=DEVICE)
+        words = training.model.config.vocab_size
+        self.tokens = torch.randint(words, (1, 4), device=DEVICE)
         self.step()  # makes the moments
         tensors = dict(training.model.named_parameters())
         for at, state in enumerate(training.optimizer.state.values()):
@@ -83,9 +85,10 @@ class Loop:
         self.copy: Callable[[], None] = limits.make_copy(tensors)
         self.copy()
         wanted = STEP_TO_COPY * seconds(self.copy)
-        while seconds(self.step) < wanted and self.tokens.numel() < MOST_TOKENS:
+        most = min(MOST_TOKENS, MOST_LOGITS // words)
+        while seconds(self.step) < wanted and 2 * self.tokens.numel() <= most:
             shape = (1, 2 * self.tokens.shape[1]) if self.tokens.shape[1] < 512 else (2 * len(self.tokens), 512)
-            self.tokens = torch.randint(training.model.config.vocab_size, shape, device=DEVICE)
+            self.tokens = torch.randint(words, shape, device=DEVICE)
 
     def step(self, saver: Background | None = None) -> None:
         """One step; the saver may hold the optimizer back."""

@@ -15,7 +15,7 @@ WAYS = [
 ]
 EAGER = [f"{way}/eager" for way in ("large_tensors", "background", "resume_large", "load_onto", "single_files")]
 POOR = ["without_streams", "without_events", "without_waits", "without_registration"]
-RANKS = ["two_ranks", "unused"]
+RANKS = ["unused", "two_ranks"]  # the first one comes first: the other uses the device
 BROKEN = ["nobody_waits", "nobody_keeps_blocks", "nobody_marks_the_moment"]
 
 sealed = pytest.mark.skipif(bool(sealed_device.why_missing()), reason=sealed_device.why_missing())

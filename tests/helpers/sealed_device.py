@@ -72,12 +72,17 @@ class _DeviceModule(ModuleType):
     def __init__(self, native: Any) -> None:
         super().__init__(f"torch.{KIND}")
         self.native = native
+        self.is_used = False
+
+    def _lazy_init(self) -> None:
+        """Called by torch before the first use."""
+        self.is_used = True
 
     def is_available(self) -> bool:
         return True
 
     def is_initialized(self) -> bool:
-        return True
+        return self.is_used
 
     def device_count(self) -> int:
         return 1
