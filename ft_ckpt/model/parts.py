@@ -8,6 +8,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
+from ft_ckpt.messages import short
 from ft_ckpt.model.adapters import adapter_parts, base_view, check_complete, has_adapters, missing_trainable
 from ft_ckpt.model.base_model import irreproducible, refuse_merged
 from ft_ckpt.model.entries import MergeChoice, Part
@@ -28,12 +29,12 @@ def model_inside(model: nn.Module) -> nn.Module:
 def is_of_adapters(model: nn.Module, adapter_only: bool | None, attribute: Attribute) -> bool:
     """Whether a save stores the adapters alone: `adapter_only`, or False for a model without adapters.
 
-    Raises SelectionError for a model with adapters if `adapter_only` is None, because other readers would load only the
-    base from a folder with both.
+    Raises SelectionError if `attribute` is not a name or several; and for a model with adapters if `adapter_only` is
+    None, because other readers would load only the base from a folder with both.
     """
+    names = _names_of(attribute)
     if adapter_only is not None:
         return adapter_only
-    names = [attribute] if isinstance(attribute, str) else list(attribute or [""])
     adapted = [name or "the model" for name in names if has_adapters(module_at(model, name))]
     if adapted:
         raise SelectionError(
@@ -67,9 +68,7 @@ def parts_of(
 
             return _refuse_missing([merged_part(whole, "", dtype, merged)], [whole], adapter_only)
         return _refuse_missing(_parts_of_view(whole, attribute or "", "", adapter_only, dtype), [whole], adapter_only)
-    if not attribute or len(set(attribute)) != len(attribute):
-        raise SelectionError(f"attribute={list(attribute)!r}: expected one or more names, each once")
-    views = {name: view_of(model, found, name, extra) for name in attribute}
+    views = {name: view_of(model, found, name, extra) for name in _names_of(attribute)}
     if adapter_only and not any(has_adapters(view.module) for view in views.values()):
         raise NotAnAdapterError(
             f"adapter_only=True: none of {', '.join(views)} has a PEFT adapter; use adapter_only=False"
@@ -80,6 +79,16 @@ def parts_of(
         for part in _parts_of_view(view, name, name, adapter_only and has_adapters(view.module), dtype)
     ]
     return _refuse_missing(parts, views.values(), adapter_only)
+
+
+def _names_of(attribute: Attribute) -> list[str]:
+    if attribute is None:
+        return [""]
+    names = [attribute] if isinstance(attribute, str) else attribute
+    are_names = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
+    if not names or not are_names or len(set(names)) != len(names):
+        raise SelectionError(f"attribute={short(attribute)}: expected a name, or several in a list, each once")
+    return list(names)
 
 
 def is_adapter_run(model: nn.Module, found: Mapping[str, Source], attribute: str | None = None) -> bool:

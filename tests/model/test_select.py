@@ -26,7 +26,9 @@ def test_unknown_attribute_names_what_exists(tmp_path):
 def test_attribute_that_is_no_module(tmp_path):
     model = policy_and_value()
     refused(tmp_path, model, SelectionError, "'dtype' is a dtype, expected a module", attribute="policy.dtype")
-    refused(tmp_path, model, SelectionError, "each once", attribute=["policy", "policy"])
+    for wrong in (["policy", "policy"], [], 5, b"policy", ["policy", 5], {"policy": 1}):
+        refused(tmp_path, model, SelectionError, "attribute=.*each once", attribute=wrong)
+        refused(tmp_path, model, SelectionError, "attribute=.*each once", attribute=wrong, adapter_only=False)
 
 
 def test_attribute_without_tensors(tmp_path):

@@ -215,6 +215,15 @@ def test_changelog_begins_with_this_version():
 # The scripts and the command
 
 
+def test_what_conftest_spreads_over_the_workers_is_there():
+    import conftest
+
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    tests = {node.name for path in files for node in parse(path).body if isinstance(node, FUNCTIONS)}
+    assert sorted(conftest.CAMPAIGNS - tests) == []
+    assert sorted({*conftest.LONGEST_FILES} - {path.stem for path in files}) == []
+
+
 def test_scripts_can_be_run_or_say_what_they_are():
     files = [path for path in (ROOT / "scripts").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert [str(path) for path in files if not (is_program(path) or is_documented(path))] == []
