@@ -261,9 +261,9 @@ def _exported(
     place: Place, servers: Sequence[Server], options: PublishOptions
 ) -> Iterator[tuple[OpenCheckpoint, PartRecord, PublishOptions]]:
     """As `_opened`; with `stage`, an adapter with patterns is replaced by its export in that folder."""
-    if options.name is None and not isinstance(place.store, LocalStore):
-        options = replace(options, name=_run_of(place))  # not the name of the folder that it is pulled into
     with _opened(place, options) as (held, record):
+        if options.name is None:
+            options = replace(options, name=_default_name(place, held, record))
         if options.stage is None or record.kind != "adapter" or not needs_export(Place(held.store, record.path).folder):
             yield held, record, options
             return
@@ -363,14 +363,24 @@ def _own_path(path: str | None, visible_at: Mapping[str, str]) -> str:
 
 def _run_of(place: Place) -> str:
     """The name of the folder of a checkpoint, in characters that other names allow."""
-    return re.sub(r"[^\w.-]+", "-", Place(place.absolute.beside).basename) or "run"
+    return _as_name(Place(place.absolute.beside).basename) or "run"
+
+
+def _as_name(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", text)
+
+
+def _default_name(place: Place, held: OpenCheckpoint, record: PartRecord) -> str:
+    """The name of the run, with that of the part if the checkpoint has several adapters."""
+    several = len([part for part in held.manifest.parts if part.kind == "adapter"]) > 1
+    return f"{_run_of(place)}-{_as_name(record.name)}" if several else _run_of(place)
 
 
 def _adapter_name(held: OpenCheckpoint, options: PublishOptions) -> str:
     step = held.manifest.step
     head = held.path.name if step is None else str(step)
     version = options.version or f"{head}-{held.identity[:8]}"  # the same step may have been saved again
-    return f"{options.name or _run_of(Place(held.origin))}@{version}"
+    return f"{options.name}@{version}"
 
 
 def _weights_version(held: OpenCheckpoint) -> str:

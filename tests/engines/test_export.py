@@ -191,7 +191,7 @@ def test_publish_exports_into_the_stage(tmp_path: Path, files: EngineFiles) -> N
         assert ft_ckpt.check_for("vllm", loaded.body["lora_path"]) == []
 
 
-def test_each_part_has_its_own_export(tmp_path: Path, files: EngineFiles) -> None:
+def test_each_part_has_its_own_export_and_name(tmp_path: Path, files: EngineFiles) -> None:
     model = with_adapter(base_model("llama"), 1, rank_pattern={"q_proj": 4})
     for name in ("one", "two"):
         model.add_adapter(name, model.peft_config["default"])
@@ -200,9 +200,12 @@ def test_each_part_has_its_own_export(tmp_path: Path, files: EngineFiles) -> Non
         saver.save(model, tmp_path / "run/checkpoint-7", adapter_only=True, step=7)
     options = {"stage": tmp_path / "seen", "check": "listed"}
     with serving(files.base) as engine:
-        ft_ckpt.publish(tmp_path / "run/checkpoint-7", engine.url, part="one", **options)
+        for part in ("one", "two"):
+            report = ft_ckpt.publish(tmp_path / "run/checkpoint-7", engine.url, part=part, **options)
+            assert report.name.startswith(f"run-{part}@7-")
+        ft_ckpt.publish(tmp_path / "run/checkpoint-7", engine.url, part="one", name="policy", **options)
         with pytest.raises(EngineError, match=r"loaded from .*-one, expected .*-two; give another version="):
-            ft_ckpt.publish(tmp_path / "run/checkpoint-7", engine.url, part="two", **options)
+            ft_ckpt.publish(tmp_path / "run/checkpoint-7", engine.url, part="two", name="policy", **options)
 
 
 def test_all_layers_are_in_the_models() -> None:
