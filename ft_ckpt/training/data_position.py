@@ -368,6 +368,9 @@ def _sharing_problems(was: DataCut, now: DataCut) -> list[str]:
     return [f"its order is {now.sharing} now, was {was.sharing}: some samples are left out and others given again"]
 
 
+_ABOUT = "about"  # key of the description by which loaders are recognized
+
+
 def check_position(state: Any) -> None:
     """Raise CorruptError naming all invalid values of a `DataPosition.state_dict`."""
     missing = [key for key in _KEYS if not isinstance(state, Mapping) or key not in state]
@@ -402,6 +405,11 @@ def _is_start(value: Any) -> bool:
     )
 
 
+def _is_about(value: Any) -> bool:
+    """Whether it is a result of `describe_data`."""
+    return type(value) is list and [*map(type, value)] in ([str, int], [str, type(None)])
+
+
 _FITS: dict[str, Callable[[Any], bool]] = {  # checks of the fields of a state
     **dict.fromkeys(("size", "shares", "per_step"), lambda value: _is_whole(value, 1)),
     **dict.fromkeys(("epoch", "batch", "samples", "given"), _is_whole),
@@ -413,6 +421,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {  # checks of the fields of a state
     "numbers": lambda value: isinstance(value, Mapping) and all(type(number) is int for number in value.values()),
     "own": _is_state,
     **dict.fromkeys(("start", "last"), _is_start),
+    _ABOUT: _is_about,
 }
 
 
@@ -434,7 +443,6 @@ def _deep_copy(value: Any) -> Any:
 
 
 _PLACE = ("epoch", "batch", "samples")
-_ABOUT = "about"  # key of the description by which loaders are recognized
 
 
 @dataclass

@@ -28,6 +28,10 @@ NAMED = [
     *((("signatures",), value) for value in ("3", None, [], {"model": 3})),
     *((("requires_grad",), value) for value in ("3", 3, [], {}, {"frozen": [3]}, {"frozen": [], "trained": []})),
     *((("fingerprint",), value) for value in (GONE, "3", None, [])),
+    *(
+        (("ranks", 0, "loader-0", "tree", "about"), value)
+        for value in (None, {}, ["list"], ["list", "a"], ["list", 3, 4])
+    ),
     *((("items", "optimizer", "optimizer", "state"), value) for value in (GONE, None, [], {})),
     *((("items", "optimizer", "optimizer", "state", "0.bias"), value) for value in (GONE, None, [], {})),
 ]
