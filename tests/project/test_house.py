@@ -215,9 +215,8 @@ def test_changelog_begins_with_this_version():
 # The scripts and the command
 
 
-def test_what_conftest_spreads_over_the_workers_is_there():
-    import conftest
-
+def test_what_conftest_spreads_over_the_workers_is_there(request):
+    conftest = request.config.pluginmanager.getplugin(str(ROOT / "tests/conftest.py"))
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     tests = {node.name for path in files for node in parse(path).body if isinstance(node, FUNCTIONS)}
     assert sorted(conftest.CAMPAIGNS - tests) == []
