@@ -36,6 +36,10 @@ WRAPPERS: list[Wrapper] = [
     CompiledWrapper(),
     CheckpointedActivations(),
 ]
+_ATTRIBUTES = frozenset(name for wrapper in WRAPPERS for name in wrapper.attributes)
+_ATTRIBUTE_PREFIXES = tuple(prefix for wrapper in WRAPPERS for prefix in wrapper.attribute_prefixes)
+_FUNCTION_PACKAGES = tuple(package for wrapper in WRAPPERS for package in wrapper.function_packages)
+_PACKAGES = tuple(package for wrapper in WRAPPERS for package in wrapper.packages)
 
 
 # Modules
@@ -126,17 +130,17 @@ def user_class(cls: type) -> type:
 def is_engine_attribute(name: str, value: Any) -> bool:
     """Whether an attribute of a user's module was set by a wrapper."""
     origin = str(getattr(value, "__module__", ""))
-    return is_engine_name(name) or any(origin.startswith(wrapper.function_packages) for wrapper in WRAPPERS)
+    return is_engine_name(name) or origin.startswith(_FUNCTION_PACKAGES)
 
 
 def is_engine_name(name: str) -> bool:
     """Whether a wrapper sets attributes of this name on a user's module."""
-    return any(name in wrapper.attributes or name.startswith(wrapper.attribute_prefixes) for wrapper in WRAPPERS)
+    return name in _ATTRIBUTES or name.startswith(_ATTRIBUTE_PREFIXES)
 
 
 def is_engine_code(module_name: str) -> bool:
     """Whether the module of that name belongs to an engine."""
-    return any(module_name.startswith(wrapper.packages) for wrapper in WRAPPERS)
+    return module_name.startswith(_PACKAGES)
 
 
 # Tensors

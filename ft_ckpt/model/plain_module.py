@@ -107,9 +107,8 @@ class _ModuleDescriber:
         """The attributes that can be encoded as JSON, and the names of the others."""
         simple: dict[str, Any] = {}
         opaque: list[str] = []
-        left_out = self.left_out | parameters
         for name, value in vars(module).items():
-            if name in left_out or is_engine_attribute(name, value):
+            if name in self.left_out or name in parameters or is_engine_attribute(name, value):
                 continue
             if self.is_method(cls, name):  # a description has no code
                 opaque.append(name)
@@ -121,10 +120,12 @@ class _ModuleDescriber:
         return simple, opaque
 
     def describe_parameters(self, module: nn.Module, path: str) -> list[dict[str, Any]]:
-        # FSDP1 replaces the parameters by plain views of its flat parameter
-        views = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
-        own: dict[str, torch.Tensor | None] = dict(module._parameters.items())
-        own |= {name: view for name, view in views.items() if _join_path(path, name) in self.shapes}
+        views = {  # with which FSDP1 replaces the parameters, of its flat parameter
+            name: value
+            for name, value in vars(module).items()
+            if isinstance(value, torch.Tensor) and _join_path(path, name) in self.shapes
+        }
+        own: dict[str, torch.Tensor | None] = {**module._parameters, **views}
         return [self.describe_tensor(tensor, name, path) for name, tensor in own.items()]
 
     def describe_tensor(self, tensor: torch.Tensor | None, name: str, path: str) -> dict[str, Any]:
