@@ -232,6 +232,7 @@ def test_a_sweep_is_stopped_at_each_request(template, after, error):
     assert every_request(stopped) > 40
 
 
+@pytest.mark.slow
 def test_a_sweep_that_finishes_others_is_stopped_at_each_request(template, after):
     """The first is stopped while it drops, and while it strips; the second at each of its requests."""
 
@@ -392,6 +393,7 @@ def test_a_pin_and_a_removal(template, no_pause, sweep):
     assert raced(template, pins, sweep, check=check) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [drops_too, strips])
 def test_two_removals(template, no_pause, other):
     """One gives way, or both do: then the next sweep does it. What both wanted gone is never half there."""

@@ -781,6 +781,7 @@ def test_the_next_save_settles_the_last_one(tmp_path):
     assert not [name for name in contents(tmp_path) if "ft_ckpt-" in name]
 
 
+@pytest.mark.slow
 def test_what_was_put_aside_does_not_come_back(tmp_path):
     """The process dies while it deletes the old checkpoint; then the new one is given up, too."""
     target = tmp_path / "checkpoint"

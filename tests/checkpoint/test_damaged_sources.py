@@ -359,6 +359,7 @@ def test_a_flipped_bit_goes_nowhere(made, tmp_path, monkeypatch, bits):
     assert refused > len(chosen) // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_large", [False, True])
 def test_a_flipped_bit_in_a_bucket(made, tmp_path, monkeypatch, s3, is_large):
     """Of an object that the service takes for the one that was written."""

@@ -328,6 +328,7 @@ def test_refused_at_every_call(tmp_path, template, error):
     assert every_call(refused) > 30
 
 
+@pytest.mark.slow
 def test_finished_before_it_is_dropped(tmp_path, template):
     """Killed while it took a state away; the next sweep cannot finish that at first, and drops the checkpoint."""
 
@@ -347,6 +348,7 @@ def test_finished_before_it_is_dropped(tmp_path, template):
     assert every_call(killed) > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 3])
 def test_saved_again_over_the_remains(tmp_path, template, step):
     """A run that went back saves the step that a killed sweep was deleting: the new checkpoint is whole."""
@@ -399,6 +401,7 @@ def start_reader(checkpoint):
     return reader
 
 
+@pytest.mark.slow
 def test_readers_and_sweeps_side_by_side(tmp_path):
     """Whoever takes a lease and then finds a manifest reads what it lists, however often it is swept."""
     sweeper = os.fork()

@@ -98,6 +98,7 @@ def test_the_page_is_whole_and_shows_all(run, tmp_path):
     assert "<script" not in page
 
 
+@pytest.mark.slow
 def test_one_checkpoint_and_one_point(run, tmp_path):
     facts = gather_facts(run, ("loss",), comparisons=8)
     first = replace(facts, checkpoints=facts.checkpoints[:1], saves=facts.saves[:2], drift=())

@@ -62,6 +62,7 @@ def test_no_memory_is_used_anew_too_soon(outcomes, case):
     assert outcomes[case] == ""
 
 
+@pytest.mark.slow
 @sealed
 @pytest.mark.parametrize("case", POOR)
 def test_backends_that_offer_less_are_right_too(poor_outcomes, case):

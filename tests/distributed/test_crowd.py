@@ -14,6 +14,7 @@ MANY = 40  # more than a rank looks at at a time
 PHASES = ("first save", "second save", "resume")
 
 
+@pytest.mark.slow
 def test_what_a_rank_reads_does_not_grow_with_the_ranks(tmp_path):
     """Whole saves and a resume, each rank a thread of few processes."""
     few, more = (crowd(size, tmp_path / str(size)) for size in (6, 18))

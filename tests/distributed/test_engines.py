@@ -38,6 +38,7 @@ def test_two_ranks(errors, case):
     assert errors(2, case) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FOUR)
 def test_four_ranks(errors, case):
     assert errors(4, case) == ""

@@ -20,7 +20,8 @@ def test_two_ranks_and_one(tmp_path):
     assert run_cases("experts", ["take/1"], tmp_path / "one", 1, env=env) == {"take/1": ""}
 
 
-@pytest.mark.parametrize("stage", ["2", pytest.param("1bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["2", "1bf16"])
 def test_partitions_of_zero(tmp_path, stage):
     """Those that have the same experts train parts of each, on any number of ranks."""
     env = left_by(tmp_path / "left", 2, 2, STAGE=stage) | {"STAGE": stage}

@@ -145,6 +145,7 @@ def test_what_is_not_this_ranks_stays(tmp_path):
     assert buffer.tolist() == [7.0] * 3 + full[20:25].tolist() + [7.0] * 2
 
 
+@pytest.mark.slow
 def test_twenty_thousand_tiny_tensors_and_a_large_one(tmp_path, monkeypatch):
     full = {f"t{n}": torch.full((n % 5,), n) for n in range(20_000)}
     full["large"] = values(((21 << 20) + 13,), torch.uint8)

@@ -134,6 +134,7 @@ def test_a_rank_reads_the_bytes_that_it_holds(way, world, monkeypatch):
     assert sum(stop - start for start, stop in read) == size_bytes + (world - 1) * whole
 
 
+@pytest.mark.slow
 def test_layouts_are_those_of_the_engines():
     command = [sys.executable, str(WORKERS / "many.py")]
     done = subprocess.run(

@@ -62,15 +62,18 @@ def test_every_file_has_one_writer(passed):
     passed("one_writer")
 
 
+@pytest.mark.slow
 def test_a_hundred_overwriting_saves(passed):
     """The atomic rename itself breaks with several ranks."""
     passed("overwriting")
 
 
+@pytest.mark.slow
 def test_the_store_of_the_launch_does_not_fill_up(passed):
     passed("nothing_piles_up")
 
 
+@pytest.mark.slow
 def test_answers_larger_than_a_value_of_the_store(passed):
     """torch's store ends at 8 MiB a value: the verdict of many ranks, or the facts of a large optimizer, are more."""
     passed("large_answers")

@@ -49,6 +49,7 @@ def append(path: Path, chain: Path | str) -> PublishReport:
     return ft_ckpt.publish(path, str(chain), delta=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["folder", "bucket"])
 def test_a_server_follows_a_chain_while_a_run_appends_to_it(
     files: EngineFiles, tmp_path: Path, place: str, request: pytest.FixtureRequest

@@ -79,6 +79,7 @@ def damage(checkpoint: Path) -> None:
     weights.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_each_new_checkpoint_is_published_once_and_the_newest_first(files: EngineFiles, run: Path) -> None:
     put(files, run, 1)
     put(files, run, 2)

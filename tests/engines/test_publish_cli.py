@@ -66,6 +66,7 @@ def test_a_failed_publish_is_an_error_without_the_token(files: EngineFiles) -> N
         assert TOKEN not in answer.stderr
 
 
+@pytest.mark.slow
 def test_publish_follows_until_a_signal(files: EngineFiles, tmp_path: Path) -> None:
     shutil.copytree(files.adapters[0], tmp_path / "run/checkpoint-100")
     with serving(files.base) as engine:

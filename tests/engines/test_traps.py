@@ -611,5 +611,6 @@ def test_a_kill_at_every_request(
     assert kill_at(files, publisher, kind, what, late, range(1, TRIES)) > 10
 
 
+@pytest.mark.slow
 def test_a_kill_at_a_request(files: EngineFiles, publisher: Callable[..., int]) -> None:
     kill_at(files, publisher, "vllm", "weights", True, range(7, 8))  # when the weights are loaded

@@ -73,6 +73,7 @@ def test_there_and_back_through_every_pair(tmp_path, first, second):
     assert hidden(tmp_path) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None)
 @given(
     kinds=st.lists(st.tuples(st.sampled_from(sorted(NAMES)), st.lists(st.integers(0, 4), max_size=3)), max_size=6),
@@ -501,6 +502,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(tmp_path):
     """Out of memory where the whole state is put together."""
     save_file({"big": torch.ones(3)}, tmp_path / "small.safetensors")

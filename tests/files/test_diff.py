@@ -199,6 +199,7 @@ def test_ties_are_found_by_any_name(tmp_path):
     assert [each.name for each in found if each.changed] in ([], ["lm_head.weight"])
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_slices(tmp_path):
     """The two files are never in memory, nor one of them."""
     code = """

@@ -161,6 +161,7 @@ def test_saving_what_was_loaded(path, tmp_path):
         assert equal(found["big"], torch.arange(100_000.0).view(1000, 100))
 
 
+@pytest.mark.slow
 def test_tensors_that_outlive_the_end_of_the_process(path):
     """Nothing is unmapped, and no callback fails, while the interpreter takes its modules apart."""
     code = f"""

@@ -32,6 +32,7 @@ def campaign(readers, each, folder):
     return counts, wrong
 
 
+@pytest.mark.slow
 def test_faults_in_files_are_refused(tmp_path):
     counts, wrong = campaign(READERS, 1, tmp_path)
     assert not wrong, wrong

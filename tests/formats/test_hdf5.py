@@ -287,6 +287,7 @@ def test_as_many_threads_as_a_large_machine_has_ask_for_no_memory(tmp_path, monk
     assert load(tmp_path / "x.h5", map_location="cpu")["x"].sum() == 1_000_000
 
 
+@pytest.mark.slow
 def test_many_small_datasets_are_read_within_the_memory_of_a_small_file(tmp_path, monkeypatch):
     """Each takes a hundred times its bytes while it is open."""
     monkeypatch.setattr(hdf5_probe, "__file__", str(tmp_path / "probe.py"))

@@ -59,6 +59,7 @@ def test_resumed_after_any_step(tmp_path, name):
         assert all(torch.equal(live[key], other[key]) for key in live)
 
 
+@pytest.mark.slow
 def test_killed_and_started_again(tmp_path):
     """What a script does: callbacks, the data module and hooks of the checkpoint have their state again."""
     whole = Counted()
@@ -222,6 +223,7 @@ def test_begun_from_a_checkpoint_of_lightnings_own(tmp_path):
     assert (tmp_path / "run" / "checkpoint-14").exists()
 
 
+@pytest.mark.slow
 def test_under_ddp_and_by_the_other_name(tmp_path):
     """Two ranks, with `pytorch_lightning`."""
     errors = run_cases("lightning_ddp", ["llama", "lora"], tmp_path, env={"LIGHTNING": "pytorch_lightning"})

@@ -44,6 +44,7 @@ def losses(made):
     return [row["loss"] for row in made.state.log_history if "loss" in row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_resumed_after_any_step(tmp_path, shape):
     """Other batches, other random numbers, other losses after a resume."""
@@ -283,6 +284,7 @@ def test_the_last_stays_with_a_limit_of_one(tmp_path):
     assert made.args.save_total_limit == 1
 
 
+@pytest.mark.slow
 def test_keep_by_what_the_trainer_logged(tmp_path):
     keep = Keep(last=1, best=("figure", "max"), state=Keep(last=1))
     metrics = iter([0.2, 0.3, 0.9, *[0.1] * 20])
@@ -425,6 +427,7 @@ def test_two_ranks(tmp_path):
     assert [batch for batch, _ in found] == [batch for batch, _ in expected[3:]]
 
 
+@pytest.mark.slow
 def test_two_ranks_in_other_ways(tmp_path):
     cases = [
         "exact/lora",
@@ -440,6 +443,7 @@ def test_two_ranks_in_other_ways(tmp_path):
     assert run_cases("trainer", cases, tmp_path, timeout=280) == dict.fromkeys(cases, "")
 
 
+@pytest.mark.slow
 def test_models_that_transformers_has_cut(tmp_path):
     """One process goes on with the samples that two ranks of one share have left."""
     assert run_cases("trainer", ["exact/mesh_tensor"], tmp_path) == {"exact/mesh_tensor": ""}

@@ -76,6 +76,7 @@ def large(s3, tmp_path):
     return [str(tmp_path / "small"), "s3://bucket/run/large", str(WIDTH), str(LAYERS)]
 
 
+@pytest.mark.slow
 def test_memory_is_the_models_and_a_few_blocks(large):
     """The whole checkpoint was held once more, beside the model it went into."""
     grown = {}

@@ -46,6 +46,7 @@ def measured(tmp_path_factory):
     return figures, said, folder
 
 
+@pytest.mark.slow
 def test_every_measure_has_rows_and_no_way_of_ours_failed(measured):
     figures, _, _ = measured
     for name in ONE_PROCESS:
@@ -55,15 +56,18 @@ def test_every_measure_has_rows_and_no_way_of_ours_failed(measured):
         assert [way for way in ALWAYS_THERE.get(name, ()) if "error" in rows[way]] == []
 
 
+@pytest.mark.slow
 def test_figures_are_possible(measured):
     check_possible(measured[0])
 
 
+@pytest.mark.slow
 def test_a_save_that_reuses_frozen_weights_writes_less_than_it_holds(measured):
     row = rows_of(measured[0], "frozen")["ours"]
     assert row["trainable_bytes"] <= row["new_bytes"] < row["trainable_bytes"] + 100_000 < row["disk_bytes"]
 
 
+@pytest.mark.slow
 def test_the_machine_and_what_is_missing_are_told(measured):
     figures, said, _ = measured
     machine = figures["machine"]
@@ -74,6 +78,7 @@ def test_the_machine_and_what_is_missing_are_told(measured):
     assert machine["rounds"] == 1
 
 
+@pytest.mark.slow
 def test_the_chart_has_ours_the_limit_and_the_best_peer(measured):
     figures, _, folder = measured
     rows = rows_of(figures, "cold")

@@ -113,6 +113,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_every_link_of_the_site_leads_to_a_page_and_a_heading(site):
     """Links, pictures, styles and scripts of all pages, as a browser resolves them on a server."""
     pages = {path.relative_to(site).as_posix(): Page(path) for path in site.rglob("*.html")}
@@ -122,6 +123,7 @@ def test_every_link_of_the_site_leads_to_a_page_and_a_heading(site):
     assert [(page, link) for page, link in links if not leads_somewhere(site, pages, page, link)] == []
 
 
+@pytest.mark.slow
 def test_every_link_between_the_sources_beside_the_site_leads_to_one(site):
     """Those that language models follow, from llms.txt on."""
     texts = {path: path.read_text(encoding="utf-8") for path in [site / "llms.txt", *site.rglob("*.md")]}

@@ -57,12 +57,14 @@ def ppo(tmp_path_factory, text):
     return folder, forked("ppo.py", "--output-dir", folder, *options)
 
 
+@pytest.mark.slow
 def test_full_run_learns_and_says_so_once(full):
     _, output = full
     assert numbers("/40 loss", output)[-1] < numbers("/40 loss", output)[0] - 1
     assert len(numbers("held-out loss", output)) == 1, "each rank believes that it is alone"
 
 
+@pytest.mark.slow
 def test_full_run_is_what_transformers_loads(full, text):
     folder, output = full
     model = AutoModelForCausalLM.from_pretrained(folder / "final")
@@ -76,6 +78,7 @@ def test_full_run_is_what_transformers_loads(full, text):
     assert model.generation_config.eos_token_id == ends
 
 
+@pytest.mark.slow
 def test_full_run_leaves_valid_checkpoints(full):
     folder, _ = full
     steps = {path.name: read_manifest(path).step for path in folder.iterdir()}
@@ -84,6 +87,7 @@ def test_full_run_leaves_valid_checkpoints(full):
     assert set(read_manifest(folder / "checkpoint-20").metrics) == {"loss"}
 
 
+@pytest.mark.slow
 def test_lora_on_the_full_run_is_what_peft_loads(full, text, tmp_path):
     base = full[0] / "final"
     output = forked(
@@ -97,6 +101,7 @@ def test_lora_on_the_full_run_is_what_peft_loads(full, text, tmp_path):
     assert all(parameter.abs().sum() > 0 for parameter in trained), "LoRA weights as they were made"
 
 
+@pytest.mark.slow
 def test_ppo_earns_more(ppo):
     rewards = numbers("mean reward", ppo[1])
     assert len(rewards) == 6, "one line for each iteration"
@@ -111,6 +116,7 @@ def test_ppo_goes_on_where_it_was(ppo, text, tmp_path):
     assert rest == numbers("mean reward", ppo[1])[2:]
 
 
+@pytest.mark.slow
 def test_ppo_saves_both_parts_and_the_policy_alone(ppo):
     folder, _ = ppo
     parts = ft_ckpt.load_model(folder / "both")
@@ -120,6 +126,7 @@ def test_ppo_saves_both_parts_and_the_policy_alone(ppo):
     assert all(torch.equal(weight, alone[name]) for name, weight in parameters(parts["policy"]).items())
 
 
+@pytest.mark.slow
 def test_extracted_policy_is_a_plain_folder(ppo, tmp_path):
     source, destination = ppo[0] / "both", tmp_path / "policy"
     script = (ROOT / "scripts" / "extract_policy.py").read_text(encoding="utf-8")
@@ -132,6 +139,7 @@ def test_extracted_policy_is_a_plain_folder(ppo, tmp_path):
     assert all(torch.equal(weight, extracted[name]) for name, weight in original.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_finetune_runs_unchanged_when_sharded(engine, text, tmp_path):
     arguments = ("--output-dir", tmp_path, "--dataset", text, "--steps", "4", *TINY)

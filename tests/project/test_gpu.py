@@ -39,6 +39,7 @@ def ways(figures, measure):
     return {row["way"] for row in figures["rows"] if row["measure"] == measure and "error" not in row}
 
 
+@pytest.mark.slow
 @sealed
 def test_loads_onto_the_device_are_measured(tmp_path):
     done, figures = run_gpu(tmp_path, "--only", "load")

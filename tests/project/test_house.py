@@ -103,6 +103,7 @@ def test_importing_brings_no_torch(module):
     assert run(sys.executable, "-c", code).strip() == ""
 
 
+@pytest.mark.slow
 def test_a_run_without_adapters_brings_no_peft(tmp_path):
     """It takes seconds to import, in every process of a run."""
     code = f"""

@@ -53,6 +53,7 @@ def settled(text):
     return text
 
 
+@pytest.mark.slow
 @notebooks
 def test_a_notebook_prints_what_it_shows(path, tmp_path):
     made = runpy.run_path(str(ROOT / "scripts/notebooks.py"))["run_notebook"](path, tmp_path)

@@ -132,6 +132,7 @@ def test_the_default_device_of_a_script_is_not_that_of_copies(tmp_path):
     assert all(torch.equal(restored[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_every_checkpoint_is_one_step(tmp_path):
     torn_free(tmp_path, 60, 24 << 20)
 

@@ -69,6 +69,7 @@ def run(s3):
     return Run(s3)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_goes_on(run):
     for what, share in SAMPLE:
         run.trial(what, max(1, int(run.requests * share)))

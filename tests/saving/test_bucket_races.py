@@ -39,6 +39,7 @@ def race(way):
             racer.communicate()
 
 
+@pytest.mark.slow
 def test_one_run_wins_each_step(s3):
     for step, ended in enumerate(race("stranger")):
         winners = [name for name, (outcome, _) in ended.items() if outcome == "won"]
@@ -59,6 +60,7 @@ def test_one_commit_wins_each_step(s3):
         assert any("another save has committed it meanwhile" in text for _, text in ended.values())
 
 
+@pytest.mark.slow
 def test_what_writers_that_were_thought_dead_mix_is_damage_and_never_a_checkpoint(s3):
     """Each takes over what the other has begun: a checkpoint that is found whole is of one of them alone."""
     won = 0

@@ -60,6 +60,7 @@ def test_slabs_of_four_ranks(tmp_path):
     assert run_cases("direct", cases, tmp_path, 4, timeout=120) == dict.fromkeys(cases, "")
 
 
+@pytest.mark.slow
 def test_four_ranks(tmp_path):
     assert run_cases("direct", FOUR, tmp_path, 4) == dict.fromkeys(FOUR, "")
 

@@ -40,6 +40,7 @@ def campaign(shim, root, cases, most, worker="faulty.py"):
     assert found["wrong"] == [], "\n".join([f"seed {seed}", *found["wrong"][:20]])
 
 
+@pytest.mark.slow
 def test_some_faults_of_saves(shim, tmp_path):
     campaign(shim, tmp_path, SOME, 1)
 
@@ -50,6 +51,7 @@ def test_every_fault(shim, tmp_path, case):
     campaign(shim, tmp_path, [case], 0)
 
 
+@pytest.mark.slow
 def test_some_faults_of_each_kind_of_read(shim, tmp_path):
     campaign(shim, tmp_path, READS, 1, "faulty_reads.py")
 

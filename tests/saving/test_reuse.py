@@ -423,6 +423,7 @@ def test_a_change_after_a_resume_is_seen(tmp_path, change):
     assert not is_linked(resumed(tmp_path, change))
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle(model, tmp_path):
     """Killed mid-save, the newest folder is half-written."""
     call = 0

@@ -101,6 +101,7 @@ class Trials:
         assert not [name for name in s3.names() if "/.ft_ckpt" in name], what
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_anywhere_goes_on_bit_for_bit(s3, tmp_path):
     trials = Trials(s3, tmp_path)
     for share, acts_first, is_lost in ((0.45, False, True), (0.6, True, False), (0.95, True, True)):
@@ -116,6 +117,7 @@ def test_a_run_that_is_killed_at_any_request_goes_on(s3, tmp_path, acts_first, i
         trials.trial(number, acts_first=acts_first, is_lost=is_lost)
 
 
+@pytest.mark.slow
 def test_a_bucket_that_fails_stops_no_training_and_catches_up(s3, tmp_path):
     folder = tmp_path / "nvme"
     expected = live(s3, LAST).losses
@@ -220,6 +222,7 @@ def test_training_waits_for_the_disk_only_and_the_newest_goes_first(s3, tmp_path
     assert names(tmp_path) == ["checkpoint-6"]
 
 
+@pytest.mark.slow
 def test_what_is_sent_although_the_rules_drop_it_goes_from_the_bucket(s3, tmp_path):
     """The rules find it in use here, as it is being uploaded, while newer ones are saved."""
     with saver_at(tmp_path, keep=Keep(last=1)) as saver:
@@ -330,6 +333,7 @@ def test_another_runs_checkpoint_is_not_replaced(s3, tmp_path):
     assert names(tmp_path) == ["checkpoint-1"]
 
 
+@pytest.mark.slow
 def test_what_was_uploaded_elsewhere_meanwhile_is_left_alone(s3, tmp_path):
     """A folder that stayed behind on a machine, while the run went on on another from the bucket."""
     with saver_at(tmp_path / "one") as saver:
@@ -415,6 +419,7 @@ def test_what_is_damaged_before_its_upload_is_told_by_its_handle(s3, tmp_path):
     assert names(tmp_path) == names(BUCKET_RUN) == []
 
 
+@pytest.mark.slow
 def test_a_run_taken_back_replaces_what_it_went_back_in(s3, tmp_path):
     with saver_at(tmp_path) as saver:
         for _ in range(3):

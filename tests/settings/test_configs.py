@@ -59,6 +59,7 @@ def test_config_says_what_its_name_says(name):
     assert config.num_machines == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks"), [("cpu", 1), ("ddp_cpu", 2)])
 def test_launch_on_the_cpu_makes_ranks_that_know_each_other(name, ranks, tmp_path):
     lines = launched(name, RANKS, tmp_path)

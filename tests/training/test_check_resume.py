@@ -29,7 +29,8 @@ def check(folder, *arguments, limit_seconds=380):
 # A script that can be resumed
 
 
-@pytest.mark.parametrize("launcher", [(), pytest.param(("--nproc", 2), marks=pytest.mark.slow)], ids=["one", "two"])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(), ("--nproc", 2)], ids=["one", "two"])
 def test_a_good_script(tmp_path, launcher):
     """In one process, and in two."""
     answer = check(tmp_path, "--steps", 5, "--stop", 3, *launcher, "--json", SCRIPT)
@@ -45,6 +46,7 @@ def test_a_good_script(tmp_path, launcher):
 # Scripts that are not the same
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_is_not_saved(tmp_path):
     """The step after the resume is the first with the wrong learning rate, the one after it shows that."""
     answer = check(tmp_path, "--steps", 6, "--stop", 3, SCRIPT, "forgets its scheduler")

@@ -79,6 +79,7 @@ def killed_until_it_ends(
     return met
 
 
+@pytest.mark.slow
 def test_no_prompt_is_trained_twice_or_left_out(undisturbed: tuple[dict[int, dict[str, object]], float]) -> None:
     steps, _ = undisturbed
     assert list(steps) == list(range(1, 13))
@@ -90,6 +91,7 @@ def test_no_prompt_is_trained_twice_or_left_out(undisturbed: tuple[dict[int, dic
     assert any(version < step - 1 for step, version in versions), "groups wait in the buffer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", ["--no-background", "--background"])
 def test_killed_and_resumed(tmp_path: Path, undisturbed: tuple[dict[int, dict[str, object]], float], more: str) -> None:
     """The engine's version is the step's, no prompt is lost or trained twice, the losses are those of the run above."""

@@ -45,8 +45,9 @@ def equal_to_save_pretrained(written, shared):
         assert written[name] == (shared / "theirs" / name).read_bytes(), name
 
 
+@pytest.mark.slow
 @needs_mounts
-@pytest.mark.parametrize(("before", "after"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
 def test_a_run_in_a_bucket(tmp_path, before, after):
     pytest.importorskip("obstore")
     with running_s3() as server:
@@ -56,8 +57,9 @@ def test_a_run_in_a_bucket(tmp_path, before, after):
         runs("take/bucket", tmp_path, after)
 
 
+@pytest.mark.slow
 @needs_mounts
-@pytest.mark.parametrize(("before", "after"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
 def test_a_run_on_the_disk_of_one_node(tmp_path, before, after):
     runs("leave/disk", tmp_path, before)
     weights = tmp_path / "weights"
@@ -65,7 +67,8 @@ def test_a_run_on_the_disk_of_one_node(tmp_path, before, after):
     runs("take/disk", tmp_path, after)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 2)])
 def test_a_run_over_a_network(tmp_path, before, after):
     """Ranks of two nodes, each with a network and a disk of its own: files are those of one process, bit for bit."""
     with cluster(tmp_path) as found:
@@ -88,7 +91,8 @@ def test_a_run_in_a_bucket_over_a_network(tmp_path):
         runs("take/bucket", tmp_path, 4, found.nodes)
 
 
-@pytest.mark.parametrize("when", ["early", pytest.param("late", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["early", "late"])
 def test_the_network_goes(tmp_path, when):
     """The link of a node goes down in a save: each rank is told so, and what is there is whole."""
     with cluster(tmp_path) as found:

@@ -54,6 +54,7 @@ def test_stopped_after_any_batch(tmp_path, shape, stops):
 WORKERS = {"shuffled": {}, "stream": {"stream": True}, "noise in workers": {"noisy": True}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [{"workers": 2, **shape} for shape in WORKERS.values()], ids=WORKERS)
 def test_with_loader_workers(tmp_path, shape):
     expected = whole(tmp_path / "whole", **shape)

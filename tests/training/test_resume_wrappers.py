@@ -99,6 +99,7 @@ def test_under_zero_and_out_of_it(tmp_path):
     assert run_cases("resume", ["take/none/llama"], tmp_path / "alone", 1, env=env)["take/none/llama"] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
 def test_under_auto_tp_and_out_of_it(tmp_path):
     """Layers that DeepSpeed has cut, and the optimizer's moments of them."""
@@ -109,8 +110,9 @@ def test_under_auto_tp_and_out_of_it(tmp_path):
     assert run_cases("resume", ["take/none/qwen3"], tmp_path / "alone", 1, env=env)["take/none/qwen3"] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("stage", [1, 2])
 def test_under_auto_tp_with_zero(tmp_path, stage):
     """What tensor parallelism has cut, ZeRO cuts again: pieces of rows come together, and go back to any cut."""
     cases = [f"{what}/auto_tp_zero{stage}/qwen3" for what in ("exact", "leave")]

@@ -185,6 +185,7 @@ def test_other_headers_and_sidecar_files(tmp_path: Path) -> None:
 # Chains
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["folder", "bucket"])
 def test_a_chain_of_twelve(tmp_path: Path, place: str, request: pytest.FixtureRequest) -> None:
     chain = str(tmp_path / "chain")
@@ -428,6 +429,7 @@ def test_servers_and_chains_are_not_confused(url: str, options: dict[str, Any], 
         ft_ckpt.publish("/nowhere", url, **options)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """64 MB of weights, of which a tenth changes."""
     torch.manual_seed(0)

@@ -126,6 +126,7 @@ def test_bad_checkpoints_are_named_and_the_others_go(tmp_path, there):
         sync(tmp_path / "nothing", there)
 
 
+@pytest.mark.slow
 def test_a_sync_that_fails_at_any_request_is_finished_by_the_next(tmp_path):
     run = tmp_path / "run"
     save_small(run, 1, 2)
