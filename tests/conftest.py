@@ -65,137 +65,6 @@ CAMPAIGNS = {
     "test_no_flipped_bit_gives_another_model",
 }
 
-# Slow cases, most of them with a faster one beside them in the default run: only `scripts/test --all` runs them.
-ONLY_IN_ALL = {
-    "test_accelerators": [
-        "no_wait_is_missed[background_before_the_copy",
-        "no_wait_is_missed[exact_memory",
-        "no_wait_is_missed[frozen_reuse",
-        "no_wait_is_missed[numbers_that_are_none",
-        "no_wait_is_missed[resume_large",
-        "test_two_ranks[two_ranks",
-    ],
-    "test_adapters": ["are_loaded[h5-[34, 103", "are_loaded[h5-{", "are_loaded[safetensors-[34, 46"],
-    "test_adapter_fields": ["some_fields[dora]", "some_fields[loha]"],
-    "test_background": ["test_two_ranks_of_deepspeed[zero3]"],
-    "test_bucket_sweep": ["a_pin_and_a_removal[strips]", "and_a_removal[strip_in_bucket]", "at_each_request[refused]"],
-    "test_check_resume": ["never called saver.step()"],
-    "test_commit": [
-        "-sideline]",
-        "every_call[Ctrl-C-exchange]",
-        "every_call[Ctrl-C-pour]",
-        "every_call[EIO-pour]",
-        "every_call[sideline]",
-        "killed_at_every_call[exchange]",
-        "killed_at_every_call[pour]",
-        "killed_at_every_call[rename]",
-        "recovery_stopped[exchange-1]",
-        "recovery_stopped[pour-2]",
-        "recovery_stopped[sideline-5]",
-    ],
-    "test_convert": ["half_done[y.h5]", "half_done[y.pt]"],
-    "test_copies": [
-        "[across-answer lost]",
-        "[across-gone]",
-        "[across-refused]",
-        "[down-answer lost]",
-        "[down-gone]",
-        "[down-refused]",
-        "[up-gone]",
-        "[up-refused]",
-    ],
-    "test_crowd": ["does_not_come[38]"],
-    "test_dual": ["where_hdf5_looks[3000]"],
-    "test_fall_backs": ["twenty_thousand_tiny_ones[direct, fsdp2]", "twenty_thousand_tiny_ones[one writer]"],
-    "test_follow": ["test_on_two_ranks[saver_publish]"],
-    "test_foreign": ["rebuilt[raw]"],
-    "test_hdf5": [
-        "cannot_be_tried_is_not_opened[memory]",
-        "mutated_files_give_right_values_or_an_error[1-25]",
-        "test_the_library_finds_every_name[40000]",
-    ],
-    "test_hub_buckets": [
-        "from_any_request_on_is_finished_by_the_next[over-3]",
-        "next[down-3]",
-        "next[down-after-2]",
-        "next[down-before-2]",
-        "next[over-after-2]",
-        "next[over-before-2]",
-        "next[up-3]",
-        "next[up-after-2]",
-        "request[answer lost-3]",
-    ],
-    "test_killed": ["every_step[2-4]"],
-    "test_killed_commands": [
-        "next_call[append-folder]",
-        "next_call[cp",
-        "next_call[rebuild-folder]",
-        "next_call[sync --delete-folder]",
-    ],
-    "test_lightning_runs": [
-        "[short0-long0]",
-        "[short1-long1]",
-        "[short3-long3]",
-        "any_step[accumulating]",
-        "any_step[limited]",
-        "any_step[plateau of epochs]",
-        "any_step[plateau of steps]",
-        "any_step[shuffled]",
-        "any_step[stream]",
-        "any_step[workers]",
-    ],
-    "test_many_ranks": ["that_it_holds[1024-fsdp1]", "that_it_holds[1024-fsdp2]", "that_it_holds[1024-zero3]"],
-    "test_merge_files": ["test_a_quantised_base[8]"],
-    "test_mutations": ["in_so_many_words[few]"],
-    "test_opening": ["another_model[2-adapters]"],
-    "test_position": [
-        "another_batch_size_goes_on_after_the_samples_that_were_seen[prepared counted stream]",
-        "asked_for[safetensors]",
-        "batches_are_replayed[Stream]",
-        "with_workers[datasets stream]",
-        "with_workers[prepared stream]",
-        "with_workers[prepared, kept]",
-        "with_workers[prepared]",
-        "with_workers[shuffled]",
-        "with_workers[stateful stream]",
-        "with_workers[stateful]",
-        "with_workers[stream]",
-    ],
-    "test_readers": ["a_shipped_model[averaged"],
-    "test_replicas": ["parts_that_several_of_four_ranks_hold[parts/hsdp/background]"],
-    "test_resume": [
-        "test_stopped_after_any_batch[shuffled-stops0]",
-        "test_stopped_after_any_batch[stream, accumulating-stops0]",
-        "test_stopped_after_any_batch[stream-stops0]",
-    ],
-    "test_resume_wrappers": [
-        "ddp-2-fsdp2-2]",
-        "ddp-2-hsdp-4]",
-        "fsdp2-2-fsdp2-4]",
-        "fsdp2_tensor_parallel-4]",
-        "none-1-fsdp1-2]",
-    ],
-    "test_s3": ["is_taken_back[403]"],
-    "test_signature": ["leaves_both_or_none[True]"],
-    "test_signals": ["SIGINT", "[SIGUSR1", "while a batch"],
-    "test_streams": ["a_metric_is[report]", "a_metric_is[show]", "no_command[words1]", "no_command[words2]"],
-    "test_sweep": ["refused_at_every_call[Ctrl-C]"],
-    "test_trainer": [
-        "are_one_line[True0]",
-        "are_one_line[True1]",
-        "are_one_line[latest]",
-        "test_the_final_model_is_ours[lora]",
-    ],
-    "test_writers": ["some_calls[10]", "some_calls[30]"],
-    "test_zero_optimizer": [
-        "gradients32",
-        "persistent",
-        "robin",
-        "subgroups",
-        "test_on_one_rank_and_from_two[arrive/zero1:zero2]",
-    ],
-}
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Fork the workers of a run and their launches from one process; collect no garbage before the first test."""
@@ -226,50 +95,13 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
-# Families of many similar cases, and how many of them stay in the default run; always the same ones.
-SAMPLED = {
-    "test_a_change_after_the_call_is_not_in_the_checkpoint": 5,
-    "test_a_request_that_fails_once_is_tried_again": 12,
-    "test_a_wrong_value_is_named": 24,
-    "test_adapter_loads_on_its_base": 12,
-    "test_an_older_one_takes_the_place_of_a_damaged_one": 4,
-    "test_around_the_block": 12,
-    "test_damage_is_named_and_an_older_checkpoint_taken": 8,
-    "test_digest_made_on_a_device_tells_every_bit_and_place": 1,
-    "test_files_that_lead_elsewhere_or_lie_are_refused": 6,
-    "test_folder_is_the_one_save_pretrained_writes": 20,
-    "test_leaves_that_lead_elsewhere_or_nowhere_are_refused": 6,
-    "test_models_that_transformers_converts_get_it_back": 10,
-    "test_names_that_the_terminal_cannot_show_end_no_command": 4,
-    "test_no_older_one_is_chosen": 12,
-    "test_resumed_after_any_batch_a_run_goes_on_exactly": 12,
-    "test_resumed_twice": 6,
-    "test_rewritten_by_the_hdf5_library_it_is_still_read": 4,
-    "test_the_hdf5_library_reads_equal_values": 20,
-    "test_the_logits_are_those_of_the_adapter": 3,
-    "test_there_and_back_through_every_pair": 10,
-    "test_weights_that_were_not_replaced": 4,
-    "test_what_goes_on_failing_is_an_error_of_ours": 12,
-}
-
-
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the files, mark what only --all runs, and skip tests that need an accelerator where there is none."""
-    idle = {(file, part) for file in {Path(item.path).stem for item in items} for part in ONLY_IN_ALL.get(file, ())}
-    for item in items:
-        file = Path(item.path).stem
-        names = (item.name, *getattr(item, "fixturenames", ()))
-        parts = [part for part in ONLY_IN_ALL.get(file, ()) if any(part in name for name in names)]
-        idle.difference_update((file, part) for part in parts)
-        if parts:
-            item.add_marker(pytest.mark.slow)
-    _mark_rest_of_families(items)
+    _mark_the_rest(items, is_partial=any("::" in argument for argument in config.args))
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_SECONDS_OF_SLOW_TESTS))
-    if idle and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"ONLY_IN_ALL in {__file__} names cases that no test has: {sorted(idle)}")
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(Path(item.path).stem, len(places)))
     marked = [item for item in items if item.get_closest_marker("accelerator")]
@@ -278,18 +110,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="no accelerator here"))
 
 
-def _mark_rest_of_families(items: list[pytest.Item]) -> None:
-    """Mark all but a sample of each family of SAMPLED."""
-    families: dict[str, list[pytest.Item]] = {}
+def _mark_the_rest(items: list[pytest.Item], *, is_partial: bool) -> None:
+    """Mark as slow the cases of each test that its `sample` leaves out."""
+    families: dict[str, dict[str, pytest.Item]] = {}
+    marks: dict[str, Any] = {}
     for item in items:
-        name = getattr(item, "originalname", "")
-        if name in SAMPLED and not item.get_closest_marker("slow"):
-            families.setdefault(f"{item.path} {name}", []).append(item)
-    for family in families.values():
-        name = getattr(family[0], "originalname", "")
-        kept = random.Random(name).sample(range(len(family)), min(SAMPLED[name], len(family)))
-        for number in set(range(len(family))) - set(kept):
-            family[number].add_marker(pytest.mark.slow)
+        if mark := item.get_closest_marker("sample"):
+            test, _, case = item.nodeid.partition("[")
+            families.setdefault(test, {})[case.removesuffix("]")], marks[test] = item, mark.args
+    for test, cases in families.items():
+        kept = marks[test]
+        if isinstance(kept[0], int):
+            others = [case for case, item in cases.items() if not item.get_closest_marker("slow")]
+            kept = random.Random(test.rpartition("::")[2]).sample(others, min(kept[0], len(others)))
+        if not is_partial and not cases.keys() >= set(kept):
+            raise pytest.UsageError(f"{test}: no such cases to sample: {sorted(set(kept) - cases.keys())}")
+        for case in cases.keys() - set(kept):
+            cases[case].add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

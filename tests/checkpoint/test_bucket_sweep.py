@@ -218,6 +218,7 @@ def without_manifests(content):
     return {name: data for name, data in content.items() if not name.endswith(MANIFEST_NAME)}
 
 
+@pytest.mark.sample("killed")
 @pytest.mark.parametrize("error", [Stopped, lambda: TargetError("refused")], ids=["killed", "refused"])
 def test_a_sweep_is_stopped_at_each_request(template, after, error):
     def stopped(call):
@@ -344,6 +345,7 @@ def reads(store):
         return [held.store.read(file.path) for file in held.manifest.files]
 
 
+@pytest.mark.sample("drop_from_bucket")
 @pytest.mark.parametrize("sweep", [drop_from_bucket, strip_in_bucket])
 def test_a_reader_and_a_removal(template, no_pause, sweep):
     """Whoever gets the manifest gets all that it lists; else it says so at once. Nobody waits for ever."""
@@ -377,6 +379,7 @@ def strips(store):
     return strip_in_bucket(store)
 
 
+@pytest.mark.sample("drops")
 @pytest.mark.parametrize("sweep", [drops, strips])
 def test_a_pin_and_a_removal(template, no_pause, sweep):
     """What is pinned stays as it is, or there was nothing to pin any more; a state that goes is gone before."""

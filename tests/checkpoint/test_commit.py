@@ -141,6 +141,7 @@ def every_call(check):
     return call
 
 
+@pytest.mark.sample("rename over empty")
 @in_every_case
 def test_killed_at_every_call(tmp_path, outcomes, prepare, act):
     """Killed mid-save, the newest folder is half-written."""
@@ -158,6 +159,7 @@ def test_killed_at_every_call(tmp_path, outcomes, prepare, act):
     assert every_call(killed) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "every"),
     [
@@ -287,6 +289,7 @@ def test_files_of_others_outlive_a_manifest_that_cannot_be_read(tmp_path, monkey
     check_settled(target, outcomes, committed)
 
 
+@pytest.mark.sample("Ctrl-C-rename", "Ctrl-C-rename over empty", "EIO-rename", "EIO-rename over empty", "EIO-exchange")
 @in_every_case
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "I/O error")], ids=["Ctrl-C", "EIO"])
 def test_interrupted_at_every_call(tmp_path, outcomes, prepare, act, error):

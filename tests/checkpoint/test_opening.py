@@ -159,6 +159,7 @@ def content(loaded: object) -> dict[str, torch.Tensor]:
     return dict(loaded.state_dict())
 
 
+@pytest.mark.sample("2-large", "2-parts", "2-h5")
 @pytest.mark.parametrize("kind", ["adapters", "large", "parts", "h5"])
 @pytest.mark.parametrize("times", [2, pytest.param(40, marks=pytest.mark.slow)])
 def test_no_flipped_bit_gives_another_model(tmp_path, kind, times):

@@ -273,6 +273,7 @@ def test_a_new_save_drops_the_signature(signed: Path, keys: tuple[Path, Path]) -
     assert (signed / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.sample("False")
 @pytest.mark.parametrize("pours", [False, True])
 def test_a_save_that_is_killed_leaves_both_or_none(
     signed: Path, keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, pours: bool

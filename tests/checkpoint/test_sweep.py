@@ -299,6 +299,7 @@ def test_killed_at_every_call(tmp_path, template):
     assert every_call(killed) > 30
 
 
+@pytest.mark.sample("EIO")
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "I/O error")], ids=["Ctrl-C", "EIO"])
 def test_refused_at_every_call(tmp_path, template, error):
     """A failing disk costs the checkpoint it fails on; the others are swept all the same, and nothing is raised."""

@@ -83,6 +83,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("choice", CHOICES)

@@ -25,6 +25,7 @@ def printed(*arguments, **variables):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
 @pytest.mark.parametrize("words", [["ls"], ["verify"], ["ls", "--json"], ["prune", "--last", "1", "--dry-run"]])
 def test_names_that_the_terminal_cannot_show_end_no_command(words, encoding, run):
@@ -38,6 +39,7 @@ def test_a_path_is_printed_as_the_bytes_that_it_is(run):
     assert (code, output) == (0, os.fsencode(run / "checkpoint-1") + b"\n")
 
 
+@pytest.mark.sample("ls")
 @pytest.mark.parametrize("command", ["ls", "show", "report"])
 def test_json_is_json_whatever_a_metric_is(command, run):
     def refuse(word):
@@ -75,6 +77,7 @@ def test_closed_output_is_no_error(run):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.sample("words0")
 @pytest.mark.parametrize("words", [["ls"], ["report", "--json"], ["prune", "--daily", "1", "--dry-run"]])
 def test_times_out_of_all_years_end_no_command(words, run):
     rewrite_manifest(run / "checkpoint-1", lambda document: document.update(created="0001-01-01T00:00:00+14:00"))

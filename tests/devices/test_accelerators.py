@@ -50,6 +50,7 @@ def outcomes_here(tmp_path_factory):
     return run_cases("accelerators", WAYS, tmp_path_factory.mktemp("here"), ranks=1, env={"FT_CKPT_DEVICE": "here"})
 
 
+@pytest.mark.sample("whole_model", "large_tensors", "adapters", "background", "resume", "load_onto", "single_files")
 @sealed
 @pytest.mark.parametrize("case", WAYS)
 def test_no_memory_is_read_by_the_host_and_no_wait_is_missed(outcomes, case):
@@ -75,6 +76,7 @@ def test_a_missing_wait_shows(poor_outcomes, case):
     assert poor_outcomes[case] == ""
 
 
+@pytest.mark.sample("unused")
 @sealed
 @pytest.mark.parametrize("case", RANKS)
 def test_two_ranks(two_ranks, case):

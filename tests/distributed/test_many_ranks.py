@@ -109,6 +109,7 @@ class PlannedFile:
         return [ByteRun(name, self, self._starts[name], self.specs[name].size_bytes)]
 
 
+@pytest.mark.sample("3-ddp", "3-fsdp1", "3-fsdp2", "3-zero3", "1024-ddp")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", [3, 1024])
 def test_a_rank_reads_the_bytes_that_it_holds(way, world, monkeypatch):

@@ -46,6 +46,7 @@ def logits(base: Any, adapter: Path) -> torch.Tensor:
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("settings", PATTERNS, ids=[" ".join(each) for each in PATTERNS])
 def test_the_logits_are_those_of_the_adapter(settings: dict[str, Any], base: Any, tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "adapter", **settings)

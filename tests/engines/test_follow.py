@@ -448,6 +448,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return found
 
 
+@pytest.mark.sample("setting")
 @pytest.mark.parametrize("case", ["saver_publish", "setting"])
 def test_on_two_ranks(outcomes: dict[str, str], case: str) -> None:
     assert outcomes[case] == ""

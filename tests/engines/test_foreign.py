@@ -61,6 +61,7 @@ def chain_of(files: EngineFiles, chain: Path, form: str, share: float = 0.001) -
     return weights
 
 
+@pytest.mark.sample("indices", "gap_delta")
 @pytest.mark.parametrize("form", ["indices", "raw", "gap_delta"])
 def test_each_step_is_rebuilt(files: EngineFiles, tmp_path: Path, form: str) -> None:
     weights = chain_of(files, tmp_path / "chain", form, 0.00001 if form == "gap_delta" else 0.001)

@@ -219,6 +219,7 @@ def test_digests_of_an_odd_vocabulary_in_another_type(tmp_path: Path) -> None:
             assert checked == f"{total} of {total} parameters equal to the files"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("start", ["the base", "a checkpoint"])
 @pytest.mark.parametrize("trait", ["cached weights", "half update", "silent half", "own head"])
 def test_weights_that_were_not_replaced(trait: str, start: str, files: EngineFiles) -> None:

@@ -61,6 +61,7 @@ def every_kind() -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("first", FILES)
 @pytest.mark.parametrize("second", FILES)
 def test_there_and_back_through_every_pair(tmp_path, first, second):
@@ -465,6 +466,7 @@ def test_a_source_that_breaks_off_leaves_the_old_target(tmp_path, monkeypatch, d
     assert hidden(tmp_path) == []
 
 
+@pytest.mark.sample("y/")
 @pytest.mark.parametrize("target", ["y.pt", "y.h5", "y/"])
 def test_killed_at_any_moment_nothing_is_half_done(tmp_path, target):
     """Killed mid-save, the newest file or folder is half-written."""

@@ -184,6 +184,7 @@ def test_unfinished_files_are_refused(success, tmp_path):
         load(tmp_path / "x.h5")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("kind", "known"),
     [

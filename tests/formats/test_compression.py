@@ -57,6 +57,7 @@ def test_a_whole_state_comes_back(compression, shuffle, tmp_path):
     same(load(tmp_path / "x.h5"), state())
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize(
     "shape", [(3_000_001,), (1, 1), (5, 1, 999_983), (3, 700, 777), (2, 3, 4, 5, 9000), (1, 524_289), (70_000, 17)]
 )
@@ -159,6 +160,7 @@ def test_gzip_is_read_without_any_plugin(tmp_path):
     assert done.stdout.split() == [str(99_999 * 99_998 // 2), "False"]
 
 
+@pytest.mark.sample(4)
 @every_codec
 def test_rewritten_by_the_hdf5_library_it_is_still_read(compression, shuffle, tmp_path):
     """Another program moved the chunks: our tree and types are kept, the library finds the values."""

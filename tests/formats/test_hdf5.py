@@ -193,6 +193,7 @@ def _absurd(file):
     file.create_dataset("x", (1 << 40, 1 << 20), "f8", chunks=(1024, 1024))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "make",
     [
@@ -248,6 +249,7 @@ def test_a_file_of_others_that_is_overwritten_is_read_anew(tmp_path):
         kept[0]["x1"].tolist()
 
 
+@pytest.mark.sample("interpreter")
 @pytest.mark.parametrize("way", ["memory", "interpreter"])
 def test_a_file_that_cannot_be_tried_is_not_opened(way, tmp_path, monkeypatch):
     """Under a limit as batch systems set it the guard works; where no process can be started, nothing is guessed."""
@@ -345,6 +347,7 @@ print(outcomes)
 """
 
 
+@pytest.mark.sample("0-50")
 @pytest.mark.parametrize(("moved", "count"), [(0, examples(200)), (1, 25)])
 def test_mutated_files_give_right_values_or_an_error(moved, count, tmp_path):
     """`moved`: a byte more at the end, so the index is not trusted and the HDF5 library meets the damage."""
@@ -394,6 +397,7 @@ def test_lookup3(data):
     assert lookup3([data] * 20) == [jenkins(data)] * 20
 
 
+@pytest.mark.sample("1", "3000")
 @pytest.mark.parametrize("count", [1, 3000, 40_000])
 def test_the_library_finds_every_name(count, tmp_path):
     """One leaf of a name index, and more than one."""

@@ -42,6 +42,7 @@ def check(groups, told, wrong, count):
     assert not [group for group in groups if told[group, "refused"] <= count // 20]
 
 
+@pytest.mark.sample("many")
 @pytest.mark.parametrize(("groups", "count"), [(FAST, 5), (SLOW, 2)], ids=["many", "few"])
 def test_damaged_input_is_refused_in_so_many_words(groups, count, tmp_path):
     told, wrong, _ = campaign(groups, 0, count, tmp_path)

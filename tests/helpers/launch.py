@@ -86,12 +86,6 @@ def run_cases(
     return {case: errors.get(case, "not run: too many cases before it crashed") for case in cases}
 
 
-def sampled(cases: Sequence[str], *kept: str) -> list[object]:
-    """Parameters of a test: the cases in `kept` run by default, the others with `scripts/test --all` only."""
-    assert set(kept) <= set(cases), set(kept) - set(cases)
-    return [case if case in kept else pytest.param(case, marks=pytest.mark.slow) for case in cases]
-
-
 def selected(request: pytest.FixtureRequest, cases: Sequence[str]) -> list[str]:
     """The cases that the selected tests of a fixture have as parameters: its launch runs no other."""
     tests = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]

@@ -31,6 +31,7 @@ SHAPES = {  # settings of the trainer, of the module, of the data; steps after w
 }
 
 
+@pytest.mark.sample("by steps")
 @pytest.mark.parametrize("name", SHAPES)
 def test_resumed_after_any_step(tmp_path, name):
     """Other batches, random numbers and losses after a resume; a validation that is left out, or done twice."""
@@ -89,6 +90,7 @@ class Data(LightningDataModule):
         self.epochs = state_dict["epochs"] + 1 - 1
 
 
+@pytest.mark.sample("short2-long2")
 @pytest.mark.parametrize(
     ("short", "long"),
     [

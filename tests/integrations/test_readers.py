@@ -144,6 +144,12 @@ def read_by_accelerate(folder):
     return load_checkpoint_and_dispatch(model, folder, places, offload_folder=folder.with_name("offload"))
 
 
+@pytest.mark.sample(
+    "merged-read_by_transformers",
+    "merged-read_by_accelerate",
+    "pulled-read_by_transformers",
+    "pulled-read_by_accelerate",
+)
 @pytest.mark.parametrize("read", [read_by_transformers, read_by_accelerate])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_shipped_model(tmp_path, way, read):

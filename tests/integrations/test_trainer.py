@@ -132,6 +132,7 @@ def test_what_is_verified_is_what_is_read(tmp_path, monkeypatch):
         best._load_best_model()
 
 
+@pytest.mark.sample("auto")
 @pytest.mark.parametrize("wanted", [True, "True", "auto", "latest"])
 def test_the_first_start_and_the_second_are_one_line(tmp_path, caplog, wanted):
     """A script that is killed is started again as it was: the first time there is nothing to resume from."""
@@ -150,6 +151,7 @@ def test_nothing_to_resume_from(tmp_path):
     assert run(ours(tmp_path / "run", stop_after=0), "never") == []
 
 
+@pytest.mark.sample("llama")
 @pytest.mark.parametrize("kind", ["llama", "lora"])
 def test_the_final_model_is_ours(tmp_path, kind):
     """`trainer.save_model`, as every script ends: committed with a manifest, and no pickle beside it."""

@@ -17,6 +17,7 @@ from ft_ckpt import CheckpointSaver, errors
 ALL = sorted({**METHODS, **UNMERGEABLE})
 
 
+@pytest.mark.sample("lora")
 @pytest.mark.parametrize("method", ["lora", "dora", "loha"])
 def test_some_fields(tmp_path, method):
     trials = FieldTrials(method, tmp_path)

@@ -129,6 +129,7 @@ def _resume_from_saved(model, other, folder):
     CheckpointSaver().resume(folder, model=other)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("method", METHODS)
 def test_adapter_loads_on_its_base(method, tmp_path):
     """An adapter that loads in part, without a word."""
@@ -272,6 +273,7 @@ def test_resized_embeddings_are_saved(target, with_path, tmp_path):
     assert_agree(logits(ours), logits(model))
 
 
+@pytest.mark.sample("safetensors-[34, 103]", "safetensors-{'embed_tokens': [103], 'lm_head': [3]}", "h5-[34, 46]")
 @pytest.mark.parametrize("tokens", [[34, 46], [34, 103], {"embed_tokens": [103], "lm_head": [3]}], ids=str)
 @pytest.mark.parametrize("file_format", ["safetensors", "h5"])
 def test_tokens_trained_in_resized_embeddings_are_loaded(tokens, file_format, tmp_path):

@@ -20,6 +20,7 @@ def outputs(model: nn.Module, kind: str) -> torch.Tensor:
     return out.logits_per_image if kind == "image_text" else out.logits
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_folder_is_the_one_save_pretrained_writes(name, tmp_path):
     """Names, ties and layout of each architecture, on disk and after reload."""

@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 from compare import assert_same_tensors, reference, stored
-from launch import run_cases, sampled, selected
+from launch import run_cases, selected
 from torch import nn
 from transformers import MixtralForCausalLM, Qwen3ForCausalLM
 
@@ -139,6 +139,7 @@ def making(monkeypatch):
     return start
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("layout", ["safetensors", "h5"])
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
@@ -332,7 +333,8 @@ def on_two_ranks(request, tmp_path_factory):
     return run_cases("whole", selected(request, RANKS), tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("case", sampled(RANKS, "whole/fsdp2", "lonely/save_state"))
+@pytest.mark.sample("whole/fsdp2", "lonely/save_state")
+@pytest.mark.parametrize("case", RANKS)
 def test_on_two_ranks(on_two_ranks, case):
     assert on_two_ranks[case] == ""
 

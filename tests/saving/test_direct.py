@@ -10,7 +10,7 @@ import xxhash
 from faults import digest_like, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch import run_cases, sampled, selected
+from launch import run_cases, selected
 from seeds import examples
 
 from ft_ckpt.checkpoint import checks
@@ -39,7 +39,8 @@ def two(request, tmp_path_factory):
     return run_cases("direct", selected(request, CASES), tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("case", sampled(CASES, "ddp/wide", "fsdp2/qwen3", "not_shared", "broken_rank"))
+@pytest.mark.sample("ddp/wide", "fsdp2/qwen3", "not_shared", "broken_rank")
+@pytest.mark.parametrize("case", CASES)
 def test_two_ranks(two, case):
     assert two[case] == ""
 
@@ -49,7 +50,8 @@ def failing(request, tmp_path_factory):
     return run_cases("direct", selected(request, FULL), tmp_path_factory.mktemp("full"))
 
 
-@pytest.mark.parametrize("case", sampled(FULL, "full_disk/fsdp2/wide/1/on", "nothing_to_send"))
+@pytest.mark.sample("full_disk/fsdp2/wide/1/on", "nothing_to_send")
+@pytest.mark.parametrize("case", FULL)
 def test_all_stop_when_one_fails(failing, case):
     assert failing[case] == ""
 

@@ -29,6 +29,7 @@ def killed(folder, ranks, kills):
     assert f"killed {kills} in" in done.stdout
 
 
+@pytest.mark.sample("1-4")
 @pytest.mark.parametrize(("ranks", "kills"), [(1, 4), (2, 4)])
 def test_killed_while_it_saves_at_every_step(tmp_path, ranks, kills):
     killed(tmp_path, ranks, kills)

@@ -343,6 +343,7 @@ def test_checked_by_logits_and_no_moment_of_a_run(tmp_path):
     assert latest(tmp_path / "runs") is None
 
 
+@pytest.mark.sample("4")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantised_base(bits, tmp_path):
     """Onto the model it was quantised from; or, when asked, onto what its weights stand for."""

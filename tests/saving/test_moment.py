@@ -88,6 +88,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("again", [False, True], ids=["planned", "by the plan before"])
 @pytest.mark.parametrize(("kind", "change"), [(kind, change) for kind in CHANGES for change in CHANGES[kind]])
 def test_a_change_after_the_call_is_not_in_the_checkpoint(kind, change, again, held, tmp_path):

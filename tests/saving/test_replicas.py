@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launch import run_cases, sampled, selected
+from launch import run_cases, selected
 from seeds import chosen_seed
 from torch import nn
 
@@ -45,7 +45,8 @@ def outcomes(request, folder):
     return run_cases("replicas", [case for case in CASES if case in chosen], folder)
 
 
-@pytest.mark.parametrize("case", sampled(CASES, *QUICK))
+@pytest.mark.sample(*QUICK)
+@pytest.mark.parametrize("case", CASES)
 def test_two_ranks(outcomes, case):
     assert outcomes[case] == ""
 
@@ -55,7 +56,8 @@ def of_four(request, tmp_path_factory):
     return run_cases("replicas", selected(request, PARTS), tmp_path_factory.mktemp("parts"), 4)
 
 
-@pytest.mark.parametrize("case", sampled(PARTS, "parts/hsdp/background"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PARTS)
 def test_parts_that_several_of_four_ranks_hold(of_four, case):
     assert of_four[case] == ""
 
@@ -72,6 +74,7 @@ def test_another_number_of_ranks_has_rank_0s_and_says_so(outcomes, folder):
     assert all(torch.equal(expected[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.complex64])
 def test_digest_made_on_a_device_tells_every_bit_and_place(dtype):
     """Each single bit, two elements that change places, and zeros in the middle or at the end."""

@@ -9,7 +9,7 @@ import models
 import pytest
 import torch
 from compare import assert_same_tensors, reference, stored
-from launch import run_cases, sampled, selected
+from launch import run_cases, selected
 from transformers import AutoModelForCausalLM
 
 from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, load_model, verify
@@ -450,6 +450,7 @@ def two(request, tmp_path_factory):
     return run_cases("reuse", selected(request, CASES), tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("case", sampled(CASES, "one_rank_changed", "ddp/direct", "fsdp2/gathered"))
+@pytest.mark.sample("one_rank_changed", "ddp/direct", "fsdp2/gathered")
+@pytest.mark.parametrize("case", CASES)
 def test_two_ranks(two, case):
     assert two[case] == ""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from bucket_lives import BUCKET_RUN, committed, kill_at, live
-from launch import run_and_signal, run_cases, sampled, selected
+from launch import run_and_signal, run_cases, selected
 from s3_server import FAST, Fault, running_s3
 from training import QUIET, learn, prepared
 
@@ -474,6 +474,7 @@ def outcomes(request, tmp_path_factory):
 RANKS = ["shared", "apart", "failing", "signalled"]
 
 
-@pytest.mark.parametrize("case", sampled(RANKS, "shared", "failing"))
+@pytest.mark.sample("shared", "failing")
+@pytest.mark.parametrize("case", RANKS)
 def test_two_ranks(outcomes, case):
     assert outcomes[case] == ""

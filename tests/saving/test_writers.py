@@ -531,6 +531,7 @@ def kill_at(folder: Path, call: int) -> bool:
     return killed
 
 
+@pytest.mark.sample("50")
 @pytest.mark.parametrize("call", [10, 30, 50])
 def test_a_trainer_killed_at_some_calls(tmp_path: Path, call: int) -> None:
     assert kill_at(tmp_path, call)

@@ -65,6 +65,7 @@ def test_any_ranges_in_any_order(source, cuts, shuffled, direct, threads):
     assert read(path, ranges, direct=direct, threads=threads) == [content[low : low + size] for low, size in ranges]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("size", [1, ALIGNMENT - 1, ALIGNMENT, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + ALIGNMENT])
 @pytest.mark.parametrize("start", [0, 1, ALIGNMENT, BLOCK - 1])
 def test_around_the_block(source, start, size):

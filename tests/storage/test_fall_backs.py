@@ -103,6 +103,7 @@ def test_odd_sizes(tmp_path, road, sizes):
 _SLOW = (pytest.param(road, marks=pytest.mark.slow) for road in ("background", "direct, ddp"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("road", ["one writer", "direct, fsdp2", *_SLOW])
 def test_twenty_thousand_tiny_ones(tmp_path, road):
     values = tensors([(number % 3 + 1,) for number in range(20_000)])

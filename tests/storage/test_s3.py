@@ -31,6 +31,7 @@ def store(s3):
     return open_store(f"s3://{BUCKET}/run", **FAST)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     "fault",
@@ -56,6 +57,7 @@ def test_an_answer_that_is_cut_off_is_asked_for_again(s3, store, call):
     assert CALLS[call](store) == expected
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     ("fault", "said"),
@@ -175,6 +177,7 @@ def test_the_end_of_an_upload_whose_answer_is_lost_is_an_error(s3, store, fault)
     assert s3.content("run/large") == b"large"
 
 
+@pytest.mark.sample("500")
 @pytest.mark.parametrize("status", [500, 403])
 def test_an_upload_that_fails_is_taken_back(s3, store, status):
     """A part that cannot be sent ends it, and an end that cannot be made, too: nothing is left to pay for."""

@@ -85,6 +85,7 @@ def test_any_layout(tmp_path_factory, sizes, gap, trailer, pieces, direct, block
     assert content == expected
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("direct", ["on", "off"])
 @pytest.mark.parametrize("size", [BLOCK_BYTES - 5, BLOCK_BYTES - 4, BLOCK_BYTES, 3 * BLOCK_BYTES + 4097])

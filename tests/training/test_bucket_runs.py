@@ -3,7 +3,7 @@
 import importlib.util
 
 import pytest
-from launch import run_cases, sampled, selected
+from launch import run_cases, selected
 from s3_server import running_s3
 from training import begin, go_on, whole
 
@@ -27,7 +27,8 @@ def outcomes(request, tmp_path_factory):
         return run_cases("bucket", selected(request, TOGETHER), tmp_path_factory.mktemp("bucket"))
 
 
-@pytest.mark.parametrize("case", sampled(TOGETHER, "exact/fsdp2/lora", "failing", "requests"))
+@pytest.mark.sample("exact/fsdp2/lora", "failing", "requests")
+@pytest.mark.parametrize("case", TOGETHER)
 def test_two_ranks(outcomes, case):
     assert outcomes[case] == ""
 
@@ -41,7 +42,8 @@ def groups(request, tmp_path_factory):
         return run_cases("bucket", selected(request, GROUPS), tmp_path_factory.mktemp("groups"), ranks=4)
 
 
-@pytest.mark.parametrize("case", sampled(GROUPS, "parts/hybrid/background"))
+@pytest.mark.sample("parts/hybrid/background")
+@pytest.mark.parametrize("case", GROUPS)
 def test_two_groups_of_two_ranks(groups, case):
     assert groups[case] == ""
 

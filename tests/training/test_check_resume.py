@@ -75,6 +75,9 @@ def test_numbers_from_an_unseeded_source(tmp_path):
 # Scripts that cannot be checked
 
 
+@pytest.mark.sample(
+    "print('trained')-made no CheckpointSaver", "raise RuntimeError('out of luck')-ended with exit code 1"
+)
 @pytest.mark.parametrize(
     ("code", "words"),
     [

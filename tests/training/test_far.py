@@ -3,7 +3,7 @@
 import importlib.util
 
 import pytest
-from launch import run_cases, sampled, selected
+from launch import run_cases, selected
 
 TOGETHER = [
     "exact/ddp/llama",
@@ -23,7 +23,8 @@ def outcomes(request, tmp_path_factory):
     return run_cases("far", selected(request, TOGETHER), tmp_path_factory.mktemp("far"))
 
 
-@pytest.mark.parametrize("case", sampled(TOGETHER, "exact/fsdp2/llama", "other_checkpoints", "leader_fails"))
+@pytest.mark.sample("exact/fsdp2/llama", "other_checkpoints", "leader_fails")
+@pytest.mark.parametrize("case", TOGETHER)
 def test_two_ranks(outcomes, case):
     assert outcomes[case] == ""
 

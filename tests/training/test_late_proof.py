@@ -7,7 +7,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
-from launch import run_cases, sampled, selected
+from launch import run_cases, selected
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, UnreadableError
@@ -118,6 +118,7 @@ def test_every_byte_is_read_once(tmp_path, monkeypatch, format_name):
 PLACES = {"first byte of a tensor": 0.1, "middle": 0.5, "last byte": 1}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("file", ["model.safetensors", "state/training.safetensors"])
 @pytest.mark.parametrize("compressed", [False, True])
@@ -226,7 +227,8 @@ def two(request, tmp_path_factory):
     return run_cases("resume", selected(request, TWO_RANKS), tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("case", sampled(TWO_RANKS, "damaged/fsdp2/llama", "unread/fsdp2/llama"))
+@pytest.mark.sample("damaged/fsdp2/llama", "unread/fsdp2/llama")
+@pytest.mark.parametrize("case", TWO_RANKS)
 def test_ranks_share_the_work_and_the_outcome(two, case):
     assert two[case] == ""
 

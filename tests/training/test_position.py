@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import GradientState
 from feeding import SAMPLES, Counted, Make, Numbers, Stream, differing, resumed, saved, scramble, train, uninterrupted
-from launch import run_cases, sampled, selected
+from launch import run_cases, selected
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -108,6 +108,7 @@ WITH_WORKERS: dict[str, Make] = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", LOADERS)
 def test_resumed_after_any_batch_a_run_goes_on_exactly(name) -> None:
     """Data order or position wrong after resume."""
@@ -121,6 +122,7 @@ def test_resumed_after_any_batch_a_run_goes_on_exactly(name) -> None:
     assert differing(make, steps, states, range(len(states))) == []
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("firsts", [(2, 3), pytest.param((1, 5), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LOADERS)
 def test_resumed_twice(name, firsts) -> None:
@@ -135,6 +137,7 @@ def test_resumed_twice(name, firsts) -> None:
         assert differing(make, steps[first:], again, sorted(stops)) == []
 
 
+@pytest.mark.sample("kept")
 @pytest.mark.parametrize("name", WITH_WORKERS)
 def test_with_workers(name) -> None:
     make = WITH_WORKERS[name]
@@ -142,6 +145,7 @@ def test_with_workers(name) -> None:
     assert differing(make, steps, states, (0, 1, 2, 3, 4, 8)) == []
 
 
+@pytest.mark.sample("Numbers")
 @pytest.mark.parametrize("make", [Numbers, Stream])
 def test_augmentation_inside_workers_is_exact_when_batches_are_replayed(make) -> None:
     def loader() -> Any:
@@ -190,6 +194,7 @@ def test_gradient_accumulation_is_told_the_end_of_the_data() -> None:
         assert again.loader.iteration == 3
 
 
+@pytest.mark.sample("h5")
 @pytest.mark.parametrize("suffix", ["h5", "safetensors"])
 def test_position_goes_through_a_file_that_is_gone_when_the_data_is_asked_for(tmp_path, suffix) -> None:
     make, path = LOADERS["prepared counted stream"], tmp_path / f"position.{suffix}"
@@ -309,6 +314,7 @@ def test_a_position_that_was_not_used_keeps_the_order_to_be_proved() -> None:
         next(resumed(DataPosition(other), again).batches())
 
 
+@pytest.mark.sample("in order", "stateful counted stream")
 @pytest.mark.parametrize("kind", ["in order", "stateful counted stream", "prepared counted stream"])
 def test_another_batch_size_goes_on_after_the_samples_that_were_seen(kind) -> None:
     feed = DataPosition(LOADERS[kind]())
@@ -442,8 +448,9 @@ def outcomes(request, tmp_path_factory) -> dict[str, str]:
     return found
 
 
+@pytest.mark.sample(*QUICK)
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("case", sampled(READ_TOGETHER, *QUICK))
+@pytest.mark.parametrize("case", READ_TOGETHER)
 def test_ranks_that_read_together(outcomes, case) -> None:
     """Cannot resume on another number of GPUs. Cases are those of tests/workers/position.py."""
     assert outcomes[case] == ""

@@ -38,6 +38,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.sample("accumulating-stops0")
 @pytest.mark.parametrize("stops", [(1, 5, 6, 7, 12, 16), pytest.param(range(1, 19), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_stopped_after_any_batch(tmp_path, shape, stops):
@@ -62,6 +63,7 @@ def test_with_loader_workers(tmp_path, shape):
         assert begin(tmp_path / str(stop), stop, **shape) + go_on(tmp_path / str(stop), **shape) == expected
 
 
+@pytest.mark.sample(6)
 def test_resumed_twice(tmp_path):
     """The second resume begins the data anew."""
     for first, second in ((2, 2), (5, 1), (6, 3), (7, 9)):
@@ -373,6 +375,7 @@ def test_a_gradient_scaler(tmp_path):
 STATE_FILES = ["state/training.json", "state/training.safetensors", "model.safetensors", "module.json", "ft_ckpt.json"]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("file", STATE_FILES)
 @pytest.mark.parametrize("damage", ["delete", "truncate", "flip", "pickle"])
 def test_damage_is_named_and_an_older_checkpoint_taken(tmp_path, file, damage):

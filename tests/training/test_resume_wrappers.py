@@ -3,7 +3,7 @@
 import importlib.util
 
 import pytest
-from launch import run_cases, sampled, selected
+from launch import run_cases, selected
 
 WRAPPERS = ("ddp", "fsdp1", "fsdp1_flat", "fsdp1_mixed", "fsdp2", "fsdp2_mixed", "ddp_compiled")
 SAME = [f"exact/{wrapper}/llama" for wrapper in WRAPPERS]
@@ -45,27 +45,32 @@ def exact(request, tmp_path_factory):
     return run_cases("resume", cases, tmp_path_factory.mktemp("exact"), timeout=280)
 
 
-@pytest.mark.parametrize("case", sampled(SAME, "exact/ddp/llama", "exact/fsdp1/llama", "exact/fsdp2/llama"))
+@pytest.mark.sample("exact/ddp/llama", "exact/fsdp1/llama", "exact/fsdp2/llama")
+@pytest.mark.parametrize("case", SAME)
 def test_the_next_losses_are_the_same_bits(exact, case):
     assert exact[case] == ""
 
 
-@pytest.mark.parametrize("case", sampled(OTHERS, "exact/fsdp2/lora"))
+@pytest.mark.sample("exact/fsdp2/lora")
+@pytest.mark.parametrize("case", OTHERS)
 def test_adapters_frozen_layers_and_converted_names_too(exact, case):
     assert exact[case] == ""
 
 
-@pytest.mark.parametrize("case", sampled(MOVED, "move/fsdp2/llama"))
+@pytest.mark.sample("move/fsdp2/llama")
+@pytest.mark.parametrize("case", MOVED)
 def test_folders_of_save_state_are_resumed_under_any_wrapper(exact, case):
     assert exact[case] == ""
 
 
-@pytest.mark.parametrize("case", sampled(INTO, "into/fsdp2/mixtral"))
+@pytest.mark.sample("into/fsdp2/mixtral")
+@pytest.mark.parametrize("case", INTO)
 def test_weights_alone_go_into_wrapped_models(exact, case):
     """What FSDP2 has cut could not be filled at all."""
     assert exact[case] == ""
 
 
+@pytest.mark.sample("fsdp2-2-none-1")
 @pytest.mark.parametrize(("before", "ranks", "after", "more"), ELASTIC, ids=lambda value: str(value))
 def test_another_number_of_ranks_under_another_wrapper(tmp_path, before, ranks, after, more):
     """A run that can only go on with as many devices as it began with."""

@@ -106,6 +106,7 @@ def leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield from leaves(each, (*place, key))
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize(("place", "value"), NAMED, ids=lambda one: str(one)[:60])
 def test_a_wrong_value_is_named(saved, place, value):
     with pytest.raises(CheckpointError) as found:

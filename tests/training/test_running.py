@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from launch import run_and_signal, run_cases, sampled, selected
+from launch import run_and_signal, run_cases, selected
 from torch.utils.data import DataLoader, TensorDataset
 from training import QUIET, network, prepared, rows, train
 
@@ -27,7 +27,8 @@ def together(request, tmp_path_factory):
     return run_cases("running", selected(request, TOGETHER), tmp_path_factory.mktemp("together"))
 
 
-@pytest.mark.parametrize("case", sampled(TOGETHER, "one_signal", "by_a_metric"))
+@pytest.mark.sample("one_signal", "by_a_metric")
+@pytest.mark.parametrize("case", TOGETHER)
 def test_two_ranks(together, case):
     """A flag that one rank reads, and ranks that leave alone."""
     assert together[case] == ""

@@ -43,6 +43,7 @@ def child(*arguments):
     return process
 
 
+@pytest.mark.sample("SIGTERM-0", "SIGTERM---hang")
 @pytest.mark.parametrize("second", [0, "--hang"])
 @pytest.mark.parametrize("name", WATCHED)
 def test_the_first_is_remembered_and_the_second_ends_the_process(name, second):
@@ -197,6 +198,7 @@ with CheckpointSaver(run.accelerator, sys.argv[1], every=Every(), **QUIET) as sa
 """
 
 
+@pytest.mark.sample("in a step-5")
 @pytest.mark.parametrize(("when", "saved"), [("in a step", 5), ("while a batch is awaited", 21)])
 def test_a_signal_for_all_processes_of_a_job_ends_the_workers_too(tmp_path, when, saved):
     ended = run_python(WITH_WORKER, tmp_path, when)

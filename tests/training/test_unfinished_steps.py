@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from launch import run_cases, sampled, selected
+from launch import run_cases, selected
 from torch import nn
 
 from ft_ckpt import CheckpointSaver
@@ -17,7 +17,8 @@ def together(request, tmp_path_factory):
     return run_cases("running", selected(request, TOGETHER), tmp_path_factory.mktemp("together"))
 
 
-@pytest.mark.parametrize("case", sampled(TOGETHER, "by_hand_fsdp2"))
+@pytest.mark.sample("by_hand_fsdp2")
+@pytest.mark.parametrize("case", TOGETHER)
 def test_two_ranks(together, case):
     assert together[case] == ""
 

@@ -201,6 +201,7 @@ def small(tmp_path):
     return tmp_path / "small"
 
 
+@pytest.mark.sample("up-answer lost")
 @pytest.mark.parametrize(
     "fault", [{}, {"acts_first": True}, {"for_good": True}], ids=["refused", "answer lost", "gone"]
 )

@@ -247,6 +247,7 @@ def way(request, hub, small, tmp_path):
 ways = pytest.mark.parametrize("way", ["up", "over", "down"], indirect=True)
 
 
+@pytest.mark.sample("busy-3")
 @pytest.mark.parametrize("most", MOST)
 @pytest.mark.parametrize("fault", [{"status": 503}, LOST], ids=["busy", "answer lost"])
 def test_a_copy_outlives_what_passes_at_any_request(hub, small, most, fault):
@@ -258,6 +259,7 @@ def test_a_copy_outlives_what_passes_at_any_request(hub, small, most, fault):
         assert is_whole(f"{URL}/{at}/checkpoint-1"), at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", MOST)
 @ways
 def test_a_copy_that_is_refused_from_any_request_on_is_finished_by_the_next(hub, way, most):
@@ -270,6 +272,7 @@ def test_a_copy_that_is_refused_from_any_request_on_is_finished_by_the_next(hub,
         way.finish(source, goal)
 
 
+@pytest.mark.sample("up-before-2")
 @pytest.mark.parametrize("most", [2, MOST[1]])
 @pytest.mark.parametrize("acts_first", [False, True], ids=["before", "after"])
 @ways

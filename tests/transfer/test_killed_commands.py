@@ -79,11 +79,13 @@ def campaign(server, s3, hub_url, folder, command, place, most=0):
     return done
 
 
+@pytest.mark.sample("convert --overwrite-folder", "append-bucket")
 @pytest.mark.parametrize(("command", "place"), SAMPLE)
 def test_commands_that_are_killed_are_finished_by_the_next_call(server, s3, tmp_path, command, place):
     campaign(server, s3, "", tmp_path, command, place, MOST)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "place"), ALL)
 def test_commands_that_are_killed_anywhere_are_finished_by_the_next_call(
