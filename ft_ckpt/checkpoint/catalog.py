@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ft_ckpt.checkpoint.checks import checkpoint_problems, look_again, may_pass, small_problems, stored_bytes
+from ft_ckpt.checkpoint.checks import checkpoint_problems, look_again, may_pass, stored_bytes
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, check_paths, manifest_from_json
 from ft_ckpt.checkpoint.metrics import read_metrics
 from ft_ckpt.checkpoint.signature import SignedBy, signature_problems
@@ -25,7 +25,7 @@ from ft_ckpt.errors import (
     listing,
 )
 from ft_ckpt.messages import warn
-from ft_ckpt.storage.digests import SMALL_BYTES, PassingProblem
+from ft_ckpt.storage.digests import PassingProblem
 from ft_ckpt.storage.frozen_view import hold_listed
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
@@ -283,18 +283,6 @@ def verify(
 
 def _saved_by_training(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
     return [info for info in infos if not info.manifest.made_from]  # not computed from other checkpoints
-
-
-def check_small_files(
-    path: str | os.PathLike[str] | Place, manifest: Manifest, *, below_bytes: int = SMALL_BYTES
-) -> None:
-    """Compare size and digest of the files of checkpoint `path` that its manifest lists with less than `below_bytes`.
-
-    Reads nothing else: no header, no large file. Raises CorruptError naming every file that differs.
-    """
-    store = open_place(path).folder
-    if problems := small_problems(store, manifest, below_bytes):
-        raise CorruptError(f"{store.url}: {listing(problems)}; use an older checkpoint")
 
 
 def _read_all(stores: Sequence[Store]) -> list[CheckpointInfo | CheckpointError | None]:

@@ -94,11 +94,10 @@ def replaced_problems(store: Store, manifest: Manifest, listed: Mapping[str, Sto
     return list(_digest_problems(store, [file for file in manifest.files if _is_other(file, listed.get(file.path))]))
 
 
-def small_problems(store: Store, manifest: Manifest, below_bytes: int) -> list[str]:
-    """A line for each file below `below_bytes` whose size or digest differs from the manifest."""
-    small = [file for file in manifest.files if file.size_bytes < below_bytes]
-    bad = {file.path: problem for file in small if (problem := _size_problem(store, file, None))}
-    return [*bad.values(), *_digest_problems(store, [file for file in small if file.path not in bad])]
+def file_problems(store: Store, file: FileRecord) -> list[str]:
+    """A line if the size or the digest of the file differs from its record."""
+    wrong = _size_problem(store, file, None)
+    return [wrong] if wrong else list(_digest_problems(store, [file]))
 
 
 def stored_bytes(store: Store, manifest: Manifest) -> int:

@@ -1,6 +1,5 @@
 """Verifies a single file, or a folder of another program: headers, indexes, JSON, a manifest that lists the file."""
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import closing
@@ -8,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from ft_ckpt.checkpoint.catalog import VerifyReport, load_manifest
-from ft_ckpt.checkpoint.checks import small_problems
+from ft_ckpt.checkpoint.checks import file_problems
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, listing
 from ft_ckpt.formats.safetensors import read_header
@@ -36,9 +35,8 @@ def verify_listed(place: Place) -> VerifyReport | None:
     found = listing_manifest(place) if place.is_object else None
     if found is None:
         return None
-    store, manifest, record = found
-    alone = dataclasses.replace(manifest, files=(record,))
-    problems = tuple(small_problems(store, alone, record.size_bytes + 1))
+    store, _, record = found
+    problems = tuple(file_problems(store, record))
     return VerifyReport(place.location, not problems, problems, 1, record.size_bytes)
 
 

@@ -7,13 +7,11 @@ are rank 0's. So a file has as many digests as writers, and is checked in one pa
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
 
 from ft_ckpt.errors import CorruptError, MissingError, UnreadableError, reason_of
-from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.store import Readable, Store, read_range
 
 SMALL_BYTES = 1 << 20  # files below it are hashed whenever a checkpoint is opened: configs, tokenizers, indexes
@@ -43,15 +41,6 @@ class FileRecord:
     linked: bool = False  # to the file of an earlier checkpoint, whose tensors had not changed since
     etag: str | None = None  # of the object in a bucket; one of another version is compared before it is used
     sha256: str | None = None  # 64 hex digits, if the save was asked for them (SaverConfig.digest)
-
-
-def digest_of(file: Path) -> str:
-    """The digest of the whole file as a FileRecord has it: "xxh3-128:" and 32 hex digits.
-
-    Raises OSError, or CorruptError when a large file cannot be read to its end.
-    """
-    with closing(open_local_file(file)) as opened:
-        return _read_digest(opened)
 
 
 def record_of(path: str, content: bytes) -> FileRecord:

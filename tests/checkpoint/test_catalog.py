@@ -15,15 +15,16 @@ from faults import contents, make_checkpoint, rewrite_manifest, save, signed
 from seeds import chosen_seed
 
 from ft_ckpt.checkpoint import checks
-from ft_ckpt.checkpoint.catalog import check_small_files, discover, latest, read_manifest, verify
+from ft_ckpt.checkpoint.catalog import discover, latest, read_manifest, verify
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, check_paths, manifest_from_json, manifest_to_json
 from ft_ckpt.checkpoint.prune import prune_run
-from ft_ckpt.errors import CorruptError, ManifestError, NotACheckpointError, UnreadableError
+from ft_ckpt.errors import ManifestError, NotACheckpointError, UnreadableError
 from ft_ckpt.formats.safetensors import read_header
 from ft_ckpt.retention import Keep
-from ft_ckpt.storage.digests import FileRecord, digest_of
+from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local_file import open_local_file
+from ft_ckpt.storage.local_store import LocalStore
 
 
 @pytest.fixture
@@ -141,23 +142,6 @@ def test_large_files_are_hashed_when_it_is_asked_for(checkpoint, monkeypatch):
     flip_a_bit(checkpoint)
     assert verify(checkpoint, deep=False).ok
     assert not verify(checkpoint).ok
-
-
-def test_small_files_by_themselves(checkpoint):
-    """What a reader asks that goes by config.json: every listed file that is small, and nothing else."""
-    manifest = read_manifest(checkpoint)
-    check_small_files(checkpoint, manifest)
-    config = checkpoint / "policy" / "config.json"
-    config.write_text(config.read_text().replace("1", "2"))
-    flip_a_bit(checkpoint)
-    with pytest.raises(CorruptError, match=rf"{SHARD}: digest .*policy/config.json: digest"):
-        check_small_files(checkpoint, manifest)
-    with pytest.raises(CorruptError, match=r": policy/config.json: digest"):
-        check_small_files(checkpoint, manifest, below_bytes=50)
-    config.unlink()
-    os.mkfifo(config)
-    with pytest.raises(CorruptError, match=r"policy/config.json: not a file"):
-        check_small_files(checkpoint, manifest)
 
 
 def test_every_problem_is_reported(checkpoint):
@@ -445,12 +429,13 @@ def test_read_header(tmp_path):
     assert found["layers.3.weight"] == ("float32", (2, 3), size - 24, size)
 
 
-def test_digest_of(tmp_path):
+def test_digests_of_files(tmp_path):
     """Pinned: digests written by one version are compared by the next."""
     (tmp_path / "file").write_bytes(b"ft_ckpt")
-    assert FileRecord("file", 7, digest_of(tmp_path / "file")).digest == "xxh3-128:629ddf02ddb9572aacaa098a06609b58"
+    expected = FileRecord("file", 7, "xxh3-128:629ddf02ddb9572aacaa098a06609b58")
+    assert read_record(LocalStore(tmp_path), "file") == expected
     with pytest.raises(FileNotFoundError):
-        digest_of(tmp_path / "absent")
+        read_record(LocalStore(tmp_path), "absent")
 
 
 def test_what_is_no_checkpoint_is_told_apart(tmp_path):

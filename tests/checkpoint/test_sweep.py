@@ -33,7 +33,8 @@ from ft_ckpt.checkpoint.prune import PruneReport, make_room, prune_run, recover_
 from ft_ckpt.errors import NotACheckpointError
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.digests import digest_of
+from ft_ckpt.storage.digests import read_record
+from ft_ckpt.storage.local_store import LocalStore
 
 READER = """
 import sys
@@ -416,7 +417,8 @@ def test_readers_and_sweeps_side_by_side(tmp_path):
         for checkpoint in tmp_path.glob("checkpoint-*"):
             with hold_lease(checkpoint), contextlib.suppress(NotACheckpointError):
                 listed = read_manifest(checkpoint).files
-                assert [digest_of(checkpoint / file.path) for file in listed] == [file.digest for file in listed]
+                found = [read_record(LocalStore(checkpoint), file.path) for file in listed]
+                assert [file.digest for file in found] == [file.digest for file in listed]
                 reads += 1
     assert reads > 10
     prune_run(tmp_path, Keep(last=1))

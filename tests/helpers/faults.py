@@ -17,8 +17,9 @@ from ft_ckpt.checkpoint.commit import commit_stage, open_stage
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord, manifest_to_json
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.digests import FileRecord, digest_of, digest_of_open
+from ft_ckpt.storage.digests import FileRecord, digest_of_open, read_record
 from ft_ckpt.storage.local_file import open_local_file
+from ft_ckpt.storage.local_store import LocalStore
 
 Folder = str | os.PathLike[str]
 CALLS = ("mkdir", "move", "exchange_folders", "unlink", "chmod", "fsync", "rmtree")  # every call that changes the disk
@@ -52,7 +53,7 @@ def _make_part(folder: Path, part: str, step: int, shards: int, kind: str) -> Pa
 
 def manifest_of(folder: Folder, parts: Iterable[PartRecord], step: int) -> Manifest:
     paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    files = [FileRecord(p.relative_to(folder).as_posix(), p.stat().st_size, digest_of(p)) for p in paths]
+    files = [read_record(LocalStore(Path(folder)), path.relative_to(folder).as_posix()) for path in paths]
     created = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=step)  # the same save, the same bytes
     return Manifest(tuple(parts), tuple(files), "full", created.isoformat(), step=step)
 
@@ -218,4 +219,5 @@ def edit(folder: Path, name: str, text: bytes | str) -> None:
 
 def _described(folder: Path, known: FileRecord, name: str) -> FileRecord:
     """The record of a file as it is now."""
-    return replace(known, path=name, size_bytes=(folder / name).stat().st_size, digest=digest_of(folder / name))
+    found = read_record(LocalStore(folder), name)
+    return replace(known, path=name, size_bytes=found.size_bytes, digest=found.digest)

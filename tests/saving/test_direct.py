@@ -16,7 +16,7 @@ from seeds import examples
 from ft_ckpt.checkpoint import checks
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.storage import read_ahead as blocks
-from ft_ckpt.storage.digests import Cut, FileRecord, digest_of, joined_digest, rank_parts
+from ft_ckpt.storage.digests import Cut, FileRecord, joined_digest, rank_parts, read_record
 from ft_ckpt.storage.local_store import LocalStore
 
 CASES = [
@@ -109,7 +109,7 @@ def test_every_byte_counts(tmp_path):
         assert digest_like(path, record) != whole
     path.write_bytes(bytes(range(19)))
     assert digest_like(path, record) != whole
-    assert digest_like(path, FileRecord("file", 19, "")) == digest_of(path)
+    assert digest_like(path, FileRecord("file", 19, "")) == read_record(LocalStore(tmp_path), "file").digest
     assert digest_like(path, FileRecord("file", 19, "", (), 2)).startswith("xxh3-128-of-ranks:")
     assert joined_digest(["a", "b"]) != joined_digest(["b", "a"])
 
@@ -132,7 +132,7 @@ def test_a_digest_is_the_same_however_the_file_is_read(tmp_path_factory, file, s
         states[owner].update(content[start:stop])
     expected = joined_digest(state.hexdigest() for state in states)
     assert digest_like(path, FileRecord("file", size, "", cuts, 50)) == expected
-    assert digest_of(path) == f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}"
+    assert read_record(LocalStore(path.parent), path.name).digest == f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}"
 
 
 def test_a_large_file_that_is_cut_short_while_it_is_read_is_told(tmp_path, monkeypatch):
@@ -141,7 +141,7 @@ def test_a_large_file_that_is_cut_short_while_it_is_read_is_told(tmp_path, monke
     real = blocks.read_ahead
     monkeypatch.setattr(blocks, "read_ahead", lambda runs: os.truncate(path, 7 << 20) or real(runs))
     with pytest.raises(CorruptError, match="file: changed while it was open, 20971520 bytes then and 7340032 now"):
-        digest_of(path)
+        read_record(LocalStore(tmp_path), "file")
 
 
 def test_a_large_file_that_cannot_be_read_on_is_a_problem_of_its_checkpoint(tmp_path, monkeypatch):
