@@ -91,8 +91,8 @@ _MOST = 500  # entries; beyond it, every second one of the older half is dropped
 class LoggedSave:
     """One save of a run's state.
 
-    `stall_seconds` is None until the call returns, `seconds` and `size_bytes` until the commit, all of them after a
-    resume from this save.
+    `stall_seconds` is None until the call returns, and lacks what optimizers wait until the commit of a save in the
+    background; `seconds` and `size_bytes` are None until the commit, all of them after a resume from this save.
     """
 
     step: int
@@ -113,9 +113,15 @@ def append_save(log: Sequence[LoggedSave], entry: LoggedSave) -> tuple[LoggedSav
     return (*log[:half:2], *log[half:])
 
 
-def finish_last(log: Sequence[LoggedSave], seconds: float, size_bytes: int) -> tuple[LoggedSave, ...]:
-    """The log after the commit of the last save, in the background."""
-    return (*log[:-1], *(replace(each, seconds=seconds, size_bytes=size_bytes) for each in log[-1:]))
+def finish_last(
+    log: Sequence[LoggedSave], seconds: float, size_bytes: int, waited_seconds: float
+) -> tuple[LoggedSave, ...]:
+    """The log after the commit of the last save, in the background, for which optimizers have waited."""
+    if not log:
+        return ()
+    stall = log[-1].stall_seconds
+    stall = None if stall is None else stall + waited_seconds
+    return (*log[:-1], replace(log[-1], seconds=seconds, size_bytes=size_bytes, stall_seconds=stall))
 
 
 def log_to_json(log: Sequence[LoggedSave]) -> list[dict[str, Any]]:
@@ -352,10 +358,13 @@ def after_save(
     )
 
 
-def after_commit(history: History, seconds: float, size_bytes: int) -> History:
-    """The history once a background save is committed, which took `seconds` for `size_bytes`."""
+def after_commit(history: History, seconds: float, size_bytes: int, waited_seconds: float) -> History:
+    """The history once a background save of `size_bytes` is committed.
+
+    It took `seconds`, for `waited_seconds` of which optimizers waited after the call.
+    """
     mean = _running_mean(history.save_seconds, seconds, _SAVE_WEIGHT)
-    return replace(history, save_seconds=mean, saves=finish_last(history.saves, seconds, size_bytes))
+    return replace(history, save_seconds=mean, saves=finish_last(history.saves, seconds, size_bytes, waited_seconds))
 
 
 def _is_improvement(every: Every, history: History, metrics: Mapping[str, float]) -> bool:

@@ -68,7 +68,7 @@ class Snapshot:
     """The host copies of the tensors at one moment; one snapshot at a time."""
 
     def __init__(self) -> None:
-        self.waited_seconds = 0.0  # of optimizers, over all snapshots
+        self.waited_seconds = 0.0  # of optimizers, for this snapshot
         self._now, self._late = _CopyMemory(), _CopyMemory()
         self._copied: Copies = {}
         self._left: Copies = {}
@@ -85,6 +85,7 @@ class Snapshot:
 
     def begin_copies(self, now: Copies, late: Copies) -> None:
         """Copy `now`; `finish_copies` copies `late`, and the next step of watched optimizers waits for it."""
+        self.waited_seconds = 0.0
         self._copied = _copy_by_device(self._now, now, {})
         self._left = late
         devices = {tensor.device for tensor in late.values()}
@@ -492,7 +493,8 @@ class SaveRunner:
         if before is not None and error is not None:
             self._run.history = replace(self._run.history, best=before.best, saves=before.saves)
         elif before is not None:
-            self._run.history = after_commit(self._run.history, report.seconds, report.bytes)
+            waited = self.snapshot.waited_seconds
+            self._run.history = after_commit(self._run.history, report.seconds, report.bytes, waited)
         if error is not None:
             raise error
         return report  # type: ignore[no-any-return]  # `try_action` takes any function

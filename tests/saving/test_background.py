@@ -1,9 +1,11 @@
 """Saves in the background: one moment on the disk, errors that are told, one in flight, nothing left behind."""
 
+import json
 import os
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 
 import models
@@ -104,6 +106,27 @@ def torn_free(folder: Path, saves: int, slack_bytes: int) -> None:  # a leak wou
             assert values(folder / "now") == {4.0 * number - 3}
             memory.append(process.memory_info().rss)
     assert min(memory[-10:]) - min(memory[saves // 3 : saves // 3 + 10]) < slack_bytes
+
+
+def test_what_an_optimizer_waits_is_in_the_log_of_saves(tmp_path, monkeypatch):
+    model, optimizer, saver = stamped(tmp_path)
+    copy = background._copy_by_device
+
+    def slow_in_a_thread(*given):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.3)
+        return copy(*given)
+
+    monkeypatch.setattr(background, "_copy_by_device", slow_in_a_thread)
+    with saver:
+        for name in ("waited-for", "next"):
+            step(model, optimizer)
+            saver.step()
+            handle = saver.save_state(path=tmp_path / name)
+        handle.result(60)
+    first, _ = json.loads((tmp_path / "next/state/training.json").read_text())["history"]["saves"]
+    assert first["stall_seconds"] > 0.2
+    assert first["seconds"] > first["stall_seconds"]
 
 
 def test_the_default_device_of_a_script_is_not_that_of_copies(tmp_path):

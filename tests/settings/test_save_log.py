@@ -51,9 +51,10 @@ def test_a_step_that_is_saved_again_stands_once():
 
 
 def test_the_end_of_a_save_in_the_background_is_noted():
-    done, on_its_way = LoggedSave(1, 0.0, None, seconds=2.0, size_bytes=3), LoggedSave(2, 1.0, None)
-    assert finish_last((done, on_its_way), 5.0, 7) == (done, LoggedSave(2, 1.0, None, seconds=5.0, size_bytes=7))
-    assert finish_last((), 5.0, 7) == ()
+    done, on_its_way = LoggedSave(1, 0.0, None, seconds=2.0, size_bytes=3), LoggedSave(2, 1.0, None, stall_seconds=0.5)
+    now = LoggedSave(2, 1.0, None, stall_seconds=0.75, seconds=5.0, size_bytes=7)
+    assert finish_last((done, on_its_way), 5.0, 7, 0.25) == (done, now)
+    assert finish_last((), 5.0, 7, 0.25) == ()
 
 
 @pytest.mark.parametrize("wrong", [3, [3], [{}], ["x"], [{**log_to_json([LoggedSave(1, 0.0, None)])[0], "metrics": 1}]])
