@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import sealed_device
+from launch import NURSERY
 from places import HELPERS, ROOT
 
 START = """
@@ -22,11 +23,12 @@ sealed = pytest.mark.skipif(bool(sealed_device.why_missing()), reason=sealed_dev
 
 def run_gpu(folder, *arguments):
     (folder / "sitecustomize.py").write_text(START)
+    own = {name: value for name, value in os.environ.items() if name != NURSERY}  # that of these tests has no device
     command = [sys.executable, ROOT / "scripts/gpu", "--dry", "--json", folder / "gpu.json", "--folder", folder]
     done = subprocess.run(
         [*map(str, command), *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (folder, HELPERS)))},
+        env=own | {"PYTHONPATH": os.pathsep.join(map(str, (folder, HELPERS)))},
         capture_output=True,
         text=True,
         timeout=300,
