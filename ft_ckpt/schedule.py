@@ -91,8 +91,8 @@ _MOST = 500  # entries; beyond it, every second one of the older half is dropped
 class LoggedSave:
     """One save of a run's state.
 
-    `stall_seconds` is None until the call returns, and lacks what optimizers wait until the commit of a save in the
-    background; `seconds` and `size_bytes` are None until the commit, all of them after a resume from this save.
+    `stall_seconds` is None until the call returns; of a save in the background it includes the wait of optimizers only
+    after the commit. `seconds` and `size_bytes` are None until the commit, all of them after a resume from this save.
     """
 
     step: int
@@ -361,7 +361,7 @@ def after_save(
 def after_commit(history: History, seconds: float, size_bytes: int, waited_seconds: float) -> History:
     """The history once a background save of `size_bytes` is committed.
 
-    It took `seconds`, for `waited_seconds` of which optimizers waited after the call.
+    `seconds`: of the whole save. `waited_seconds`: that optimizers waited for its copies after the call.
     """
     mean = _running_mean(history.save_seconds, seconds, _SAVE_WEIGHT)
     return replace(history, save_seconds=mean, saves=finish_last(history.saves, seconds, size_bytes, waited_seconds))

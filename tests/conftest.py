@@ -98,7 +98,8 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the files, mark what only --all runs, and skip tests that need an accelerator where there is none."""
-    _mark_the_rest(items, is_partial=any("::" in argument for argument in config.args))
+    is_partial = any("::" in argument for argument in config.args) or config.getoption("lf", False)
+    _mark_the_rest(items, is_partial=is_partial)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_SECONDS_OF_SLOW_TESTS))

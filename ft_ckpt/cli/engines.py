@@ -23,7 +23,10 @@ def add_publish(parser: ArgumentParser) -> None:
         "urls", metavar="URL", nargs="+",
         help="Address of a server, as in http://127.0.0.1:8000; with --delta, the folder or URL of a chain.",
     )  # fmt: skip
-    parser.add_argument("--name", help="Name of the adapter on the server, before the @; else the run's folder.")
+    parser.add_argument(
+        "--name",
+        help="Name of the adapter on the server, before the @; else the run's folder, and the part of several.",
+    )
     parser.add_argument("--version", help="The version; else by step and manifest.")
     parser.add_argument("--as", choices=("adapter", "weights"), default="auto", dest="kind", help="Content to publish.")
     parser.add_argument("--part", metavar="NAME", help="One of several parts of the checkpoint.")

@@ -170,8 +170,9 @@ def publish(
     failure each is restored to its previous state, and the error says what it holds now. The digests of all files are
     compared first, and the checkpoint is leased until the servers have answered.
 
-    An adapter is loaded as `name`@`version`, by default the run's folder, the step and the head of the manifest's
-    digest, as in "policy@500-3fa9c1d2", and never loaded again under a name. It is refused beforehand if the engine
+    An adapter is loaded as `name`@`version`, by default the run's folder (with the part, if the checkpoint has several
+    adapters), the step and the head of the manifest's digest, as in "policy@500-3fa9c1d2", and never loaded again under
+    a name. It is refused beforehand if the engine
     would drop or misread part of it. Then the server must list it, and its answers to three prompts must differ from
     the base's; with `base` (the base model, as in `load_model`) they must also match those of transformers and PEFT.
     Of older versions under `name`, the `keep` newest stay loaded.
@@ -371,9 +372,9 @@ def _as_name(text: str) -> str:
 
 
 def _default_name(place: Place, held: OpenCheckpoint, record: PartRecord) -> str:
-    """The name of the run, with that of the part if the checkpoint has several adapters."""
+    """The name of the run, with that of the part, if it has one, where the checkpoint has several adapters."""
     several = len([part for part in held.manifest.parts if part.kind == "adapter"]) > 1
-    return f"{_run_of(place)}-{_as_name(record.name)}" if several else _run_of(place)
+    return f"{_run_of(place)}-{_as_name(record.name)}" if several and record.name else _run_of(place)
 
 
 def _adapter_name(held: OpenCheckpoint, options: PublishOptions) -> str:

@@ -68,7 +68,7 @@ class Snapshot:
     """The host copies of the tensors at one moment; one snapshot at a time."""
 
     def __init__(self) -> None:
-        self.waited_seconds = 0.0  # of optimizers, for this snapshot
+        self.waited_seconds = 0.0  # of optimizers, for the copies of the current save
         self._now, self._late = _CopyMemory(), _CopyMemory()
         self._copied: Copies = {}
         self._left: Copies = {}
@@ -85,7 +85,6 @@ class Snapshot:
 
     def begin_copies(self, now: Copies, late: Copies) -> None:
         """Copy `now`; `finish_copies` copies `late`, and the next step of watched optimizers waits for it."""
-        self.waited_seconds = 0.0
         self._copied = _copy_by_device(self._now, now, {})
         self._left = late
         devices = {tensor.device for tensor in late.values()}
@@ -418,7 +417,7 @@ class SaveRunner:
         or if not all ranks see the target folder.
         """
         request, plan, copies = self._agree_on_snapshot(request, error, ranks, config)
-        self._steps_in_flight = 0
+        self._steps_in_flight, self.snapshot.waited_seconds = 0, 0.0
         if copies is None or not self._shared.is_seen_by_all(request.target.beside, ranks):
             report = then(run_save(request, None, ranks, config, begun, plan, self._shared))
             done = self._worker.future = Future()

@@ -25,7 +25,7 @@ from scripts.bench.models import make_model
 TITLE = "a save in the background of a training loop"
 FREE_STEPS, LEAST_STEPS, MOST_STEPS = 2, 4, 60  # before and after the save each; least and most during it
 MOST_TOKENS = 1 << 15  # of a step
-MOST_LOGITS = 1 << 30  # of a step: a word of the vocabulary for each token, in float32 several times
+MOST_LOGITS = 1 << 30  # of a step, tokens times vocabulary; several copies in float32 must fit
 STEP_TO_COPY = 2.5  # a step lasts about so many times as long as the copy
 
 

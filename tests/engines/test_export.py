@@ -209,5 +209,16 @@ def test_each_part_has_its_own_export_and_name(tmp_path: Path, files: EngineFile
             ft_ckpt.publish(tmp_path / "run/checkpoint-7", engine.url, part="two", name="policy", **options)
 
 
+def test_the_adapter_in_the_root_has_the_name_of_the_run(tmp_path: Path, files: EngineFiles) -> None:
+    model = with_adapter(base_model("llama"), 1)
+    model.add_adapter("other", model.peft_config["default"])
+    with CheckpointSaver(None) as saver:
+        saver.save(model, tmp_path / "run/checkpoint-7", adapter_only=True, step=7)
+    with serving(files.base) as engine:
+        for part, name in (("", "run"), ("other", "run-other")):
+            report = ft_ckpt.publish(tmp_path / "run/checkpoint-7", engine.url, part=part, check="listed")
+            assert report.name.startswith(f"{name}@7-")
+
+
 def test_all_layers_are_in_the_models() -> None:
     assert len(LAYERS) * 4 == 28  # the counts above

@@ -347,8 +347,8 @@ print(outcomes)
 """
 
 
-@pytest.mark.sample("0-50")
-@pytest.mark.parametrize(("moved", "count"), [(0, examples(200)), (1, 25)])
+@pytest.mark.sample("as saved")
+@pytest.mark.parametrize(("moved", "count"), [(0, examples(200)), (1, 25)], ids=["as saved", "moved"])
 def test_mutated_files_give_right_values_or_an_error(moved, count, tmp_path):
     """`moved`: a byte more at the end, so the index is not trusted and the HDF5 library meets the damage."""
     save({"w": torch.randn(30, 20), "b": torch.ones(3).to(torch.bfloat16), "odd": (1, "x", b"y")}, tmp_path / "x.h5")

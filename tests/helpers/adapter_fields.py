@@ -14,6 +14,7 @@ from compare import logits
 from faults import edit
 from methods import METHODS, UNMERGEABLE, with_adapter
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModelForCausalLM
 
 import ft_ckpt
@@ -87,7 +88,7 @@ class FieldTrials:
 
     def _pairs(self) -> Iterator[tuple[str, Numbers, Numbers]]:
         wanted = _once_more(lambda: logits(self._loaded_by_peft()))
-        yield "merge", _once_more(lambda: logits(self._loaded_by_peft().merge_and_unload())), self._merged
+        yield "merge", _once_more(self._merged_by_peft), self._merged
         yield "load_model", wanted, lambda: logits(ft_ckpt.load_model(self.ours, base=self.fresh_base()))
         try:
             live = self._loaded_by_peft()
@@ -102,6 +103,12 @@ class FieldTrials:
 
     def _loaded_by_peft(self) -> Any:
         return PeftModel.from_pretrained(self.fresh_base(), self.theirs)
+
+    def _merged_by_peft(self) -> Any:
+        live = self._loaded_by_peft()
+        has_own_head = isinstance(live.get_base_model().get_output_embeddings(), BaseTunerLayer)
+        # PEFT merges into the tied embeddings, too, and the outputs are others than before: ours stores both
+        return logits(live if has_own_head else live.merge_and_unload())
 
     def _merged(self) -> Any:
         ft_ckpt.merge(self.theirs, self._empty("out"), base=self.base, progress=False)

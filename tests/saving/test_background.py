@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import models
@@ -118,15 +119,33 @@ def test_what_an_optimizer_waits_is_in_the_log_of_saves(tmp_path, monkeypatch):
         return copy(*given)
 
     monkeypatch.setattr(background, "_copy_by_device", slow_in_a_thread)
+    calls = []
     with saver:
         for name in ("waited-for", "next"):
             step(model, optimizer)
             saver.step()
+            begun = time.monotonic()
             handle = saver.save_state(path=tmp_path / name)
+            calls.append(time.monotonic() - begun)
         handle.result(60)
     first, _ = json.loads((tmp_path / "next/state/training.json").read_text())["history"]["saves"]
-    assert first["stall_seconds"] > 0.2
-    assert first["seconds"] > first["stall_seconds"]
+    assert calls[0] + 0.2 < first["stall_seconds"] < first["seconds"] + calls[0]
+
+
+def test_a_save_without_a_snapshot_takes_no_wait_of_an_earlier_one(tmp_path):
+    model, optimizer, saver = stamped(tmp_path)
+    with saver:
+        saver.save_state(path=tmp_path / "first").result(60)
+        saver._pending.snapshot.waited_seconds = 1000.0
+        saver.config = replace(saver.config, snapshot_bytes=1)
+        step(model, optimizer)
+        saver.step()
+        saver.save_state(path=tmp_path / "second").result(60)
+        step(model, optimizer)
+        saver.step()
+        saver.save_state(path=tmp_path / "third").result(60)
+    _, second, _ = json.loads((tmp_path / "third/state/training.json").read_text())["history"]["saves"]
+    assert second["stall_seconds"] < 100
 
 
 def test_the_default_device_of_a_script_is_not_that_of_copies(tmp_path):

@@ -63,7 +63,6 @@ def test_with_loader_workers(tmp_path, shape):
         assert begin(tmp_path / str(stop), stop, **shape) + go_on(tmp_path / str(stop), **shape) == expected
 
 
-@pytest.mark.sample(6)
 def test_resumed_twice(tmp_path):
     """The second resume begins the data anew."""
     for first, second in ((2, 2), (5, 1), (6, 3), (7, 9)):

@@ -86,7 +86,6 @@ def test_commands_that_are_killed_are_finished_by_the_next_call(server, s3, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize(("command", "place"), ALL)
 def test_commands_that_are_killed_anywhere_are_finished_by_the_next_call(
     server_of_all, s3, hub, tmp_path, command, place
