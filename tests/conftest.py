@@ -12,7 +12,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,21 @@ def _mark_the_rest(items: list[pytest.Item], *, is_partial: bool) -> None:
             raise pytest.UsageError(f"{test}: no such cases to sample: {sorted(set(kept) - cases.keys())}")
         for case in cases.keys() - set(kept):
             cases[case].add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escape what no encoding has, such as parts of a hostile name: a worker could not send the report."""
+    report = yield
+    report.sections = [(name, _encodable(text)) for name, text in report.sections]
+    failure = str(report.longrepr or "")
+    if failure != _encodable(failure):
+        report.longrepr = _encodable(failure)
+    return report
+
+
+def _encodable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 @pytest.fixture(scope="session", autouse=True)
