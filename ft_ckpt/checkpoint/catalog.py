@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ft_ckpt.checkpoint.checks import checkpoint_problems, look_again, may_pass, stored_bytes
+from ft_ckpt.checkpoint.checks import checkpoint_problems, look_again, may_pass, stored_bytes, with_current_cards
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, check_paths, manifest_from_json
 from ft_ckpt.checkpoint.metrics import read_metrics
 from ft_ckpt.checkpoint.signature import SignedBy, signature_problems
@@ -74,6 +74,8 @@ class VerifyReport:
     """Number of files that the manifest lists."""
     bytes: int
     """Their size, in bytes."""
+    notes: tuple[str, ...] = ()
+    """Changes since the save that are no problem: a model card that was written again."""
 
 
 def read_manifest(path: str | os.PathLike[str] | Place) -> Manifest:
@@ -255,9 +257,9 @@ def verify(
     """Compare the files of checkpoint `path` with its manifest.
 
     Always: names, sizes, the tensors in each safetensors header, each index, the digests of files below 1 MiB, and that
-    there are no weights of another save. `deep` also reads all other bytes and compares the digests. `signed_by`: also
-    the signature, see `sign`, and that no file was added, deleted or changed since: the path of a public key, or
-    (identity, provider) of a keyless signature.
+    there are no weights of another save. `deep` also reads all other bytes and compares the digests. A model card that
+    was written again since the save is a note of the report. `signed_by`: also the signature, see `sign`, and that no
+    file was added, deleted or changed since: the path of a public key, or (identity, provider) of a keyless signature.
 
     Raises NotACheckpointError, ManifestError or UnreadableError as `read_manifest` does; ConfigError when a signature
     cannot be checked: an unusable key, a checkpoint in a bucket, no model-signing library.
@@ -272,13 +274,14 @@ def verify(
         except NotACheckpointError:
             raise NotACheckpointError(why_no_checkpoint(store)) from None
         with damaged_input(found_at):
-            problems = tuple(dict.fromkeys(checkpoint_problems(seen, manifest, deep=deep)))
+            current, notes = with_current_cards(seen, manifest)
+            problems = tuple(dict.fromkeys(checkpoint_problems(seen, current, deep=deep)))
             if signed_by is not None:
                 problems += signature_problems(store, store, manifest, signed_by)
         # A concurrent save may have overwritten the checkpoint, so that a mixture of both was read. Read again.
         if not problems or _manifest_version(store) == before:
-            size_bytes = stored_bytes(seen, manifest)
-            return VerifyReport(found_at, not problems, problems, len(manifest.files), size_bytes)
+            size_bytes = stored_bytes(seen, current)
+            return VerifyReport(found_at, not problems, problems, len(manifest.files), size_bytes, notes)
 
 
 def _saved_by_training(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:

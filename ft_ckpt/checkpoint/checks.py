@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import TypeVar
 
@@ -19,10 +20,11 @@ from ft_ckpt.storage.digests import (
     PassingProblem,
     digest_of_open,
     digest_problem,
+    read_record,
     unread_problem,
 )
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.store import Readable, Store, Stored, read_text
+from ft_ckpt.storage.store import Readable, Store, Stored, etag_of, read_text
 
 Digester = Callable[[Readable, FileRecord], str]
 _WORTH_THREADS_BYTES = 8 << 20
@@ -39,6 +41,36 @@ _MISLEADING = {
     "module": re.compile(rf"(pytorch_)?model{_WEIGHTS}|adapter_config\.json"),
     "adapter": re.compile(rf"adapter_model{_WEIGHTS}"),
 }
+
+
+CARD_NAME = "README.md"  # the model card, which the Trainer, PEFT and people write again after a save
+
+
+def with_current_cards(
+    store: Store, manifest: Manifest, listed: Mapping[str, Stored] | None = None
+) -> tuple[Manifest, tuple[str, ...]]:
+    """The manifest with the records of the model cards as they are in `store` now, and a note for each change.
+
+    `listed` are the objects of a bucket: a card is read only if its version is another one.
+    """
+    cards = {PurePosixPath(part.path, CARD_NAME).as_posix() for part in manifest.parts if part.kind != "state"}
+    files: list[FileRecord] = []
+    notes: list[str] = []
+    for file in manifest.files:
+        if file.path not in cards or (listed is not None and not _is_other(file, listed.get(file.path))):
+            files.append(file)
+            continue
+        try:
+            current = read_record(store, file.path)
+        except MissingError:
+            notes.append(f"{file.path}: the model card was deleted after the save")
+            continue
+        if (current.size_bytes, current.digest) == (file.size_bytes, file.digest):
+            files.append(file)
+        else:
+            files.append(replace(current, etag=etag_of(store, file.path)))
+            notes.append(f"{file.path}: the model card was changed after the save")
+    return (replace(manifest, files=tuple(files)) if notes else manifest), tuple(notes)
 
 
 def may_pass(problems: Collection[str]) -> bool:

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from ft_ckpt.checkpoint.catalog import load_manifest, manifest_text, parse_manifest, why_no_checkpoint
-from ft_ckpt.checkpoint.checks import checkpoint_problems, misleading_files, replaced_problems
+from ft_ckpt.checkpoint.checks import checkpoint_problems, misleading_files, replaced_problems, with_current_cards
 from ft_ckpt.checkpoint.guards import hold_lease, is_mark, settled_list
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.errors import (
@@ -47,7 +47,7 @@ class OpenCheckpoint:
 
     origin: Store  # its location
     store: Store  # its open files, by their paths in the checkpoint
-    manifest: Manifest
+    manifest: Manifest  # with the records of the model cards as they are now
     identity: str  # digest of the manifest's text: equal for all ranks that have opened the same checkpoint
 
     @property
@@ -177,6 +177,7 @@ def _open_listed(store: Store, stack: ExitStack) -> OpenCheckpoint:
         if before == seen == after:
             text = manifest_text(listed)
             manifest = parse_manifest(text, store.where(MANIFEST_NAME))
+            manifest, _ = with_current_cards(listed, manifest, listed.listed)
             if problems := replaced_problems(listed, manifest, listed.listed):
                 raise CorruptError(
                     f"{store.url}: {listing(problems)}; overwritten after it was committed, use another checkpoint"
@@ -209,6 +210,7 @@ def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
         folder = path
     opened_store = KeptStore(folder)
     stack.callback(opened_store.kept.clear)
+    manifest, _ = with_current_cards(opened_store, manifest)
     return OpenCheckpoint(store, opened_store, manifest, text_identity(text.encode()))
 
 

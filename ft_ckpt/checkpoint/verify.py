@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from ft_ckpt.checkpoint.catalog import VerifyReport, load_manifest
-from ft_ckpt.checkpoint.checks import file_problems
+from ft_ckpt.checkpoint.checks import file_problems, with_current_cards
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, listing
 from ft_ckpt.formats.safetensors import read_header
@@ -35,9 +35,11 @@ def verify_listed(place: Place) -> VerifyReport | None:
     found = listing_manifest(place) if place.is_object else None
     if found is None:
         return None
-    store, _, record = found
+    store, manifest, record = found
+    current, notes = with_current_cards(store, manifest)
+    record = next((file for file in current.files if file.path == record.path), record)
     problems = tuple(file_problems(store, record))
-    return VerifyReport(place.location, not problems, problems, 1, record.size_bytes)
+    return VerifyReport(place.location, not problems, problems, 1, record.size_bytes, notes)
 
 
 _INDEX = ".safetensors.index.json"

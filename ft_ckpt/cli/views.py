@@ -96,6 +96,8 @@ def show_reports(reports: Sequence[VerifyReport], note: str = "", *, as_json: bo
         verdict = "ok" if report.ok else f"{len(report.problems)} problem(s)"
         print_lines(f"{report.path}: {verdict}, {report.files} files, {human_size(report.bytes)}{note}")
         _print_problems("", report.problems)
+        for note in report.notes:
+            print_lines(f"  note: {note}")
 
 
 def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:

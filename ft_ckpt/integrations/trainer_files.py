@@ -17,6 +17,7 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
 
 from ft_ckpt.checkpoint.catalog import damage_of, read_manifest, run_checkpoints
+from ft_ckpt.checkpoint.checks import CARD_NAME
 from ft_ckpt.checkpoint.guards import TOMBSTONE
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
@@ -217,7 +218,6 @@ def added_files(folder: Path) -> dict[str, bytes]:
     return {name: content for name, content in files_below(folder).items() if name != TRAINING_ARGS_NAME}
 
 
-_CARD = "README.md"
 _FOLDER_OF_LAST = "last-checkpoint"  # as the Trainer names it
 
 
@@ -268,18 +268,18 @@ def _trainer_card(trainer: Trainer, saved: Path, options: Mapping[str, Any]) -> 
     tags = [*([tags] if isinstance(tags, str) else tags), *(getattr(trainer.model, "model_tags", None) or ())]
     name = options.get("model_name") or (trainer.args.hub_model_id or saved.absolute().name).split("/")[-1]
     given = {**options, "model_name": name, **({"tags": list(dict.fromkeys(tags))} if tags else {})}
-    before = LocalStore(saved).read(_CARD) if LocalStore(saved).stat(_CARD) else None
+    before = LocalStore(saved).read(CARD_NAME) if LocalStore(saved).stat(CARD_NAME) else None
 
     def make_card(place: Path) -> None:
         if before is not None:
-            LocalStore(place).write(_CARD, before)
+            LocalStore(place).write(CARD_NAME, before)
         output_dir, trainer.args.output_dir = trainer.args.output_dir, str(place)
         try:
             trainer.create_model_card(**given)
         finally:
             trainer.args.output_dir = output_dir
 
-    made = files_made_by(make_card).get(_CARD)
+    made = files_made_by(make_card).get(CARD_NAME)
     return None if made is None else made.decode()
 
 

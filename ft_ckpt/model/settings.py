@@ -14,6 +14,7 @@ from typing import Any
 
 from ft_ckpt.errors import CorruptError, damaged_input
 from ft_ckpt.messages import without_secrets
+from ft_ckpt.storage.scratch import files_made_by
 from ft_ckpt.storage.store import Store, read_text
 
 MODULE_NAME = "module.json"
@@ -82,16 +83,14 @@ def adapter_settings(store: Store) -> dict[str, Any]:
 def differences_of_live(stored: Mapping[str, Any], config: Any) -> list[Difference]:
     """The fields in which the PEFT config of a live adapter differs from its `stored` settings, with values as text.
 
-    Only fields that change the output if the tensors of the adapter and of its base are equal.
+    Only fields that change the output if the tensors of the adapter and of its base are equal. Compared is what the
+    config writes: a subclass may keep fields in a file of its own.
     """
-    live = json.loads(json.dumps(config.to_dict(), default=_as_json))
+    written = files_made_by(lambda folder: config.save_pretrained(str(folder)))
+    live = json.loads(written[SETTINGS_FILES["adapter"]])
     in_tensors = {"init_lora_weights", *(_ADALORA_FIELDS if stored.get("peft_type") == "ADALORA" else ())}
     known = {name: stored[name] for name in in_tensors & stored.keys()}
     return differences_between(stored, {**live, **known}, "adapter")
-
-
-def _as_json(value: Any) -> Any:
-    return sorted(value, key=str) if isinstance(value, (set, frozenset)) else getattr(value, "value", str(value))
 
 
 def is_irreproducible(settings: Mapping[str, Any]) -> bool:

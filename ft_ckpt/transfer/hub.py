@@ -20,7 +20,7 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, R
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in its __all__
 
 from ft_ckpt.checkpoint.catalog import is_hub_name, load_manifest
-from ft_ckpt.checkpoint.checks import checkpoint_problems, is_misleading
+from ft_ckpt.checkpoint.checks import CARD_NAME, checkpoint_problems, is_misleading, with_current_cards
 from ft_ckpt.checkpoint.commit import place_files
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord, manifest_from_json
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
@@ -49,7 +49,6 @@ from ft_ckpt.storage.place import open_place, refuse_secrets
 from ft_ckpt.storage.scratch import copy_object, files_made_by
 from ft_ckpt.storage.store import Store
 from ft_ckpt.transfer.outgoing import (
-    CARD_NAME,
     OutgoingFiles,
     PullReport,
     PushOptions,
@@ -290,7 +289,7 @@ def _put_in_place(staging: LocalStaging, place: HubPlace) -> Manifest:
     Raises CorruptError if they differ from the manifest, ManifestError if that cannot be read.
     """
     store = staging.store
-    manifest = load_manifest(store)
+    manifest, _ = with_current_cards(store, load_manifest(store))
     if problems := list(checkpoint_problems(store, manifest, deep=True)):
         raise CorruptError(f"{place.url}: {listing(problems)}; nothing was put in place, pull another revision")
     store.delete([MANIFEST_NAME])

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ft_ckpt.checkpoint.catalog import is_hub_name
+from ft_ckpt.checkpoint.checks import CARD_NAME
 from ft_ckpt.checkpoint.delete import without_state
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, BaseRecord, Manifest, manifest_to_json
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
@@ -19,7 +20,6 @@ from ft_ckpt.errors import CheckpointError, CorruptError, listing
 from ft_ckpt.storage.digests import FileRecord, record_of
 from ft_ckpt.storage.local_store import LocalStore
 
-CARD_NAME = "README.md"
 _OF_RUNS = {"trainer_state.json"}  # of a Trainer; pushed only with the training state
 _BASE_KEYS = {"base_model_name_or_path", "_name_or_path", "name_or_path"}
 _CONFIG_LIMIT_BYTES = 8 << 20
@@ -41,9 +41,8 @@ class OutgoingFiles:
 
 
 def refuse_damaged(held: OpenCheckpoint) -> None:
-    """Raise CorruptError if a file differs from the manifest; the card may differ."""
-    files = tuple(file for file in held.manifest.files if file.path != CARD_NAME)
-    problems = replace(held, manifest=replace(held.manifest, files=files)).find_problems(deep=True)
+    """Raise CorruptError if a file differs from the manifest."""
+    problems = held.find_problems(deep=True)
     if problems:
         raise CorruptError(f"{held.path}: {listing(list(problems))}; not sent, use another checkpoint")
 

@@ -1,8 +1,11 @@
 """Fields of adapter_config.json that were changed: followed as PEFT follows them, or refused."""
 
 import copy
+import json
 import os
 import random
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +76,31 @@ def test_a_resume_onto_other_settings_is_refused(adapted, field, value):
     with pytest.raises(errors.LoadError, match=rf"adapter settings: failed: default: {field}.*nothing was overwritten"):
         CheckpointSaver().resume(path, model=model)
     assert _same_tensors(model, before)
+
+
+@dataclass
+class ConfigWithFileBeside(LoraConfig):
+    """As ms-swift's: further fields, which stand in a file of their own."""
+
+    embedding_rate: float = 0.5
+
+    def save_pretrained(self, save_directory, **settings):
+        fields = {name: value for name, value in vars(self).items() if name in LoraConfig.__dataclass_fields__}
+        LoraConfig(**fields).save_pretrained(save_directory, **settings)
+        Path(save_directory, "additional_config.json").write_text(json.dumps({"embedding_rate": self.embedding_rate}))
+
+
+def test_a_config_that_keeps_fields_in_a_file_of_its_own(tmp_path):
+    settings = {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]}
+    base = make(ARCHITECTURES["llama-tied"])
+    saved = get_peft_model(copy.deepcopy(base), ConfigWithFileBeside(**settings))
+    CheckpointSaver().save_state(saved, tmp_path / "saved")
+    assert (tmp_path / "saved" / "additional_config.json").exists()
+    again = get_peft_model(copy.deepcopy(base), ConfigWithFileBeside(**settings))
+    assert not CheckpointSaver(on_difference="ignore").resume(tmp_path / "saved", model=again).report.problems
+    other = get_peft_model(copy.deepcopy(base), ConfigWithFileBeside(**{**settings, "lora_alpha": 7}))
+    with pytest.raises(errors.LoadError, match="lora_alpha is 7, 6 in the checkpoint"):
+        CheckpointSaver().resume(tmp_path / "saved", model=other)
 
 
 def test_other_settings_that_are_allowed(adapted):
