@@ -1,5 +1,6 @@
 """The base class that `checkpointed` adds: overrides `Trainer`'s methods for saving and resuming."""
 
+import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -60,8 +61,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     ft_ckpt: TrainerSettings
     __saver: CheckpointSaver | None = None
     __loader: Any = None
-    __path: str | None = None  # of the ft_ckpt checkpoint to resume from
-    __skip = 0  # finished batches of the first pass, by the Trainer's counters
+    __chosen = ChosenCheckpoint()  # to resume from
+    __skip = 0  # finished batches of the first pass
     __random: rng.State | None = None  # random state of the save, until the first batch is read
     __pass: tuple[Any, Iterator[Any]] | None = None  # the Trainer's iterator over the data, and ours instead of it
     __mid_step = False
@@ -73,10 +74,11 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         wanted = wanted_of(resume_from_checkpoint)
         directory, deep = Path(self.args.output_dir), self.ft_ckpt.config.verify_resume
         # Its files are verified again when they are opened, because they may have been replaced by then.
-        chosen = chosen_by(self.__current_ranks(), wanted, directory, deep) if wanted else ChosenCheckpoint()
-        self.__path = chosen.path if chosen.is_ours else None
+        self.__chosen = ChosenCheckpoint()
+        if wanted:
+            self.__chosen = chosen_by(self.__current_ranks(), wanted, directory, deep)
         with temporary_store() as room:
-            return super().train(chosen.path_for_trainer(room.url), *args, **kwargs)
+            return super().train(self.__chosen.path_for_trainer(room.url), *args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> Any:
         """The batches of a step, from our iterator over the data."""
@@ -101,22 +103,30 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         late, self.__late, self.__mid_step = self.__late, False, False
         return late
 
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
-        epochs, self.__skip = super()._init_training_state(*args, **kwargs)
-        if self.__path is not None:
+    def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        counts = super()._init_training_state(max_steps, steps_per_epoch, *args, **kwargs)
+        epochs, skip = counts
+        if self.__chosen.is_ours:
             self.__agree_on_best()
-        return epochs, self.__skip
+        if self.__chosen.state is not None and steps_per_epoch == max_steps:
+            # A stream: the Trainer does not know the length of a pass, and counts all steps as one.
+            epochs = self.__chosen.epoch
+            accumulated = self.args.gradient_accumulation_steps
+            steps = math.ceil(self.__chosen.batch / accumulated)
+            skip = 0 if self.args.ignore_data_skip else steps * accumulated
+        self.__skip = skip
+        return epochs, skip
 
     def _prepare_for_training(self, max_steps: Any, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        path = resume_from_checkpoint if self.__path is None else None
+        path = None if self.__chosen.is_ours else resume_from_checkpoint
         prepared = super()._prepare_for_training(max_steps, train_dataloader, path)
         if self.__saver is not None:
             self.__saver.close()
         self.__loader, self.__pass, self.__random = prepared[1], None, None
         self.__saver = self.__make_saver(self.args.output_dir)
         self.__saver.register(model=self.model_wrapped, optimizer=self.optimizer, scheduler=self.lr_scheduler)
-        if self.__path is not None:
-            progress = self.__saver.resume(self.__path, allow=self.ft_ckpt.allow)
+        if self.__chosen.is_ours:
+            progress = self.__saver.resume(self.__chosen.path, allow=self.ft_ckpt.allow)
             if progress.batch and not self.__skip and not self.args.ignore_data_skip:
                 deque(self.__saver.remaining(self.__loader), 0)  # saved at the end of a pass: ends it, without a batch
             self.__random = rng.capture_generators()
@@ -126,7 +136,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def __begin_pass(self) -> Iterator[Any]:
         assert self.__saver is not None
-        batches, skip = self.__saver.remaining(self.__loader), self.__skip if self.__path is None else 0
+        batches = self.__saver.remaining(self.__loader)
+        skip = 0 if self.__chosen.is_ours else self.__skip
         self.__skip = 0
         if self.__random is not None:  # callbacks or an evaluation since the resume may have drawn random numbers
             rng.restore_generators(self.__random)
@@ -136,11 +147,11 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         return batches
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
-        if self.__path is None:  # checkpoints of ft_ckpt are loaded later, in _prepare_for_training
+        if not self.__chosen.is_ours:  # checkpoints of ft_ckpt are loaded later, in _prepare_for_training
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_rng_state(self, checkpoint: Any) -> None:
-        if self.__path is None:
+        if not self.__chosen.is_ours:
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:

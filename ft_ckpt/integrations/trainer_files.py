@@ -32,7 +32,7 @@ from ft_ckpt.storage.scratch import files_below, files_made_by
 from ft_ckpt.training.choose import checkpoint_facts, has_training_state, open_to_all
 from ft_ckpt.training.items import known_sources, walk_models
 from ft_ckpt.training.restore import restore_weights
-from ft_ckpt.training.state import ResumePoint, open_resume_point
+from ft_ckpt.training.state import ResumePoint, open_resume_point, read_document
 from ft_ckpt.transfer.hub import HubPlace
 from ft_ckpt.transfer.outgoing import PushOptions, PushReport
 from ft_ckpt.transfer.push import PendingPush, begin_push
@@ -48,6 +48,8 @@ class ChosenCheckpoint:
     path: str | None = None  # None: a fresh start
     is_ours: bool = False  # whether it has a training state of ft_ckpt
     state: str | None = None  # text of the Trainer's own state file in a checkpoint of ft_ckpt
+    epoch: int = 0  # passes over the data that a checkpoint of ft_ckpt counts as done
+    batch: int = 0  # batches done in the pass after them
 
     def path_for_trainer(self, folder: str) -> str | None:
         """The folder with the Trainer's own state file: the checkpoint, or `folder` if this rank does not see it."""
@@ -75,8 +77,12 @@ def chosen_by(ranks: Ranks, wanted: str, folder: Path, deep: bool) -> ChosenChec
         path = _wanted_checkpoint(wanted, folder, deep) if ranks.is_main else None
         if path is None:
             return {}
-        ours = has_our_state(path)
-        return {"path": str(path), "is_ours": ours, "state": _trainer_state(path) if ours else None}
+        manifest = read_manifest(path) if _has_file(path, MANIFEST_NAME) else None
+        if manifest is None or not has_training_state(manifest):
+            return {"path": str(path)}
+        progress = read_document(LocalStore(path), manifest)["progress"]
+        place = {"epoch": progress["epoch"], "batch": progress["batch"]}
+        return {"path": str(path), "is_ours": True, "state": _trainer_state(path), **place}
 
     found, error = ranks.attempt(find_on_leader)
     return ChosenCheckpoint(**ranks.agree("train(resume_from_checkpoint=...)", found, error).result)

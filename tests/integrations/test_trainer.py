@@ -6,11 +6,13 @@ import re
 import threading
 from pathlib import Path
 
+import models
 import pytest
 import torch
 import trainers
 from launch import run_cases
 from safetensors.torch import load_file
+from torch.utils.data import IterableDataset
 from trainers import Recorded, Sentences, Stream, even_llama, ours, run, trainer
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
@@ -66,6 +68,37 @@ def test_killed_twice_and_resumed_from_the_newest(tmp_path):
     seen = run(ours(tmp_path / "run", stop_after=5))
     seen += run(ours(tmp_path / "run", stop_after=8), True)
     assert seen + run(ours(tmp_path / "run"), True) == expected
+
+
+class Reordered(IterableDataset):
+    """Seven rows of a stream, in another order in each pass."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(7, generator=torch.Generator().manual_seed(self.epoch))
+        for index in order.tolist():
+            row = torch.arange(index, index + 8) % models.VOCABULARY
+            yield {"input_ids": row, "labels": row.clone()}
+
+
+@pytest.mark.sample("1")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_later_passes_over_a_stream_keep_their_order(tmp_path, accumulate):
+    shape = {"max_steps": 13, "gradient_accumulation_steps": accumulate}
+    expected = run(trainer(tmp_path / "plain", train_dataset=Reordered(), save_strategy="no", **shape))
+    shape["save_steps"] = 3
+    first = ours(tmp_path / "run", train_dataset=Reordered(), stop_after=6, **shape)
+    second = ours(tmp_path / "run", train_dataset=Reordered(), stop_after=12, **shape)
+    third = ours(tmp_path / "run", train_dataset=Reordered(), **shape)
+    assert run(first) + run(second, True) + run(third, True) == expected
+    epochs = [row["epoch"] for row in third.state.log_history if "loss" in row]
+    whole = ours(tmp_path / "whole", train_dataset=Reordered(), **shape)
+    run(whole)
+    assert epochs == [row["epoch"] for row in whole.state.log_history if "loss" in row]
 
 
 def test_a_checkpointed_class_saves_and_resumes(tmp_path):
