@@ -4,10 +4,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from ft_ckpt.errors import Rule, check_settings, is_number
+from ft_ckpt.errors import ConfigError, Rule, check_settings, is_number, listing
 
 _T = TypeVar("_T")
 Best: TypeAlias = tuple[str, str] | tuple[str, str, int]  # metric, "min" or "max", how many (default 1)
@@ -17,7 +18,8 @@ _COUNTS = ("last", "every_steps", *_PERIODS)
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Which checkpoints to keep: those that any rule selects. Without a rule all are kept.
+    """Which checkpoints to keep: those that any rule selects. Without a rule all are kept, and so are all while a metric
+    of a `best` rule is in none of them.
 
     `last`: the newest n. `every_steps`: each whose step is a multiple. `best`: the best by a metric, as
     ("eval_loss", "min") or ("accuracy", "max", 3), or several such; of equal ones the oldest. `hourly`, `daily`,
@@ -51,6 +53,11 @@ class Keep:
     def rankings(self) -> tuple[tuple[str, str, int], ...]:
         """Every `best` as (metric, mode, how many)."""
         return tuple((best[0], best[1], best[2] if len(best) == 3 else 1) for best in self._best_rules)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics that the `best` rules rank by, without those of `state`."""
+        return tuple(metric for metric, _, _ in self.rankings)
 
     @property
     def has_rules(self) -> bool:
@@ -98,7 +105,8 @@ def plan_pruning(held: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None 
     Other checkpoints are kept: exports, and those without a run unless there are no runs. Of each run these are never
     dropped or stripped: the newest valid one, the newest valid one with a training state, and those with guards. An
     invalid checkpoint does not displace a valid one: the rules are applied with and without it, and either result keeps
-    a checkpoint. The base of a kept checkpoint is kept. Nothing of a run is dropped while none of it is valid.
+    a checkpoint. The base of a kept checkpoint is kept. Nothing of a run is dropped while none of it is valid, or while
+    no valid one of it has a metric that the rules rank by.
     """
     oldest_first = sorted(held, key=_age_key)
     runs = _judged_runs(oldest_first, run_id)
@@ -116,6 +124,36 @@ def plan_pruning(held: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None 
     kept = {path: kept[path] for path in stays if path in kept}
     drop = tuple(path for path in stays if path not in kept)
     return PrunePlan(kept, drop, tuple(each.path for each in bare if each.path in kept))
+
+
+def check_metrics(held: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None = None) -> None:
+    """Raise ConfigError for a metric of `keep` that none of the checkpoints it would be applied to has, naming theirs."""
+    judged = [each for ours in _judged_runs(held, run_id) for each in ours]
+    state = keep.state or Keep()
+    measured = metrics_of(judged)
+    if judged and (unmeasured := sorted({*keep.metrics, *state.metrics} - measured)):
+        raise ConfigError(
+            f"best: no checkpoint has {name_metrics(unmeasured, measured)}; nothing was deleted. Give the name of a "
+            "metric that they have"
+        )
+
+
+def metrics_of(held: Iterable[HeldCheckpoint]) -> set[str]:
+    """The metrics that a valid one of the checkpoints has, as a number."""
+    names = set[str]()
+    for each in held:
+        if each.valid:
+            names.update(name for name, value in each.metrics.items() if not math.isnan(value))
+    return names
+
+
+def name_metrics(unmeasured: Sequence[str], measured: Iterable[str]) -> str:
+    """Text that names metrics which are missing, and those that there are, the nearest names first."""
+    choices = sorted(measured)
+    near = [name for metric in unmeasured for name in get_close_matches(metric, choices, n=1)]
+    names = listing([repr(metric) for metric in unmeasured], ", ")
+    hint = f"did you mean {listing([repr(name) for name in near], ', ')}? " if near else ""
+    return f"{names} ({hint}{'metrics: ' + listing(choices, ', ') if choices else 'they have no metrics'})"
 
 
 def _judged_runs(held: Sequence[HeldCheckpoint], run_id: str | None) -> list[list[HeldCheckpoint]]:
@@ -170,6 +208,8 @@ def _chosen_by_rules(held: Sequence[HeldCheckpoint], keep: Keep) -> dict[Path | 
     """The checkpoints of `held` that a rule selects, each with those rules, oldest first."""
     if not keep.has_rules:
         return {each.path: ("no rule drops it",) for each in held}
+    if unmeasured := sorted(set(keep.metrics) - metrics_of(held)):
+        return {each.path: (f"no checkpoint has {listing(unmeasured, ', ')}",) for each in held}
     found: dict[Path | str, list[str]] = {}
     for group in (held, [each for each in held if each.valid]):
         for each, reason in _asked_by_rules(group, keep):

@@ -32,9 +32,9 @@ from ft_ckpt.checkpoint.delete import (
 from ft_ckpt.checkpoint.guards import CLOCK, is_mark, may_live, store_time
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, parse_time
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.errors import CheckpointError, NoSpaceError, UnreadableError
+from ft_ckpt.errors import CheckpointError, ConfigError, NoSpaceError, UnreadableError
 from ft_ckpt.messages import LOG, warn
-from ft_ckpt.retention import HeldCheckpoint, Keep, PrunePlan, newest_valid, plan_pruning
+from ft_ckpt.retention import HeldCheckpoint, Keep, PrunePlan, check_metrics, newest_valid, plan_pruning
 from ft_ckpt.storage import locks
 from ft_ckpt.storage.frozen_view import ListedStore
 from ft_ckpt.storage.local_store import LocalStore, folder_of
@@ -206,14 +206,23 @@ def prune_run(
     run_id: str | None = None,
     protect: Iterable[str | os.PathLike[str] | Place] = (),
     dry_run: bool = False,
+    strict: bool = False,
 ) -> PruneReport:
     """Delete the checkpoints in `root` that `keep` does not ask for (see `retention.plan_pruning`).
 
     With `run_id` other runs' checkpoints stay; without it the rules apply to each run separately. Exports, averages and
     folders without a manifest always stay. Failed deletions are reported in `problems`, not raised; so is a concurrent
-    sweep of the same folder, which is not waited for.
+    sweep of the same folder, which is not waited for. If `strict`, raises ConfigError for a metric of `keep` that no
+    checkpoint has.
     """
-    return _run_plan(open_place(root), lambda run: plan_pruning(_survey(run, protect), keep, run_id), dry_run=dry_run)
+
+    def make_plan(run: RunFolder) -> PrunePlan:
+        held = _survey(run, protect)
+        if strict:
+            check_metrics(held, keep, run_id)
+        return plan_pruning(held, keep, run_id)
+
+    return _run_plan(open_place(root), make_plan, dry_run=dry_run)
 
 
 def prune_after_save(
@@ -345,6 +354,8 @@ def _run_plan(root: Place, make_plan: Callable[[RunFolder], PrunePlan], *, dry_r
             plan = make_plan(run)
             done += [_try_step(path, partial(run.drop, path)) for path in plan.drop]
             done += [_try_step(path, partial(run.strip, path)) for path in plan.strip]
+    except ConfigError:
+        raise
     except (CheckpointError, OSError) as error:
         return PruneReport(problems=(f"{root}: cannot be listed ({error}); no further checkpoint was deleted",))
     report = _prune_report(plan, done)

@@ -10,6 +10,7 @@ from ft_ckpt.checkpoint.verify import verify_listed
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json
 from ft_ckpt.errors import ConfigError, ManifestError, NotACheckpointError, UnreadableError
+from ft_ckpt.retention import name_metrics
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store
 
@@ -76,8 +77,12 @@ def _best(options: Namespace) -> None:
     run = run_folder(options.run_folder)
     name, _, mode = (options.metric or "").rpartition(":")
     found = catalog.find_best(run, (name, mode) if mode in ("min", "max") and name else options.metric)
-    if found is None:
+    if found is None and options.metric is None:
         raise NotACheckpointError(f"{run}: no valid checkpoint with that metric in it; `ft-ckpt ls` lists the metrics")
+    if found is None:
+        measured = {metric for info in catalog.list_checkpoints(run).found for metric in info.metrics}
+        asked = name if mode in ("min", "max") and name else options.metric
+        raise NotACheckpointError(f"{run}: no valid checkpoint with the metric {name_metrics([asked], measured)}")
     views.show_latest(found, as_json=options.as_json)
 
 

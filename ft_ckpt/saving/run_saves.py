@@ -32,7 +32,7 @@ from ft_ckpt.transfer.push import wait_for_pushes, warn_of_unpushed
 from ft_ckpt.transfer.sync import LONGEST_EXIT_SECONDS, UploadTerms
 
 T = TypeVar("T")
-_SAVES_WITHOUT_METRIC = 3  # before a warning that the metric is missing
+_SAVES_WITHOUT_METRIC = 3  # before a warning, in a run without any metrics
 
 
 @dataclass(eq=False)

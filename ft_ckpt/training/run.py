@@ -26,6 +26,7 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.messages import short, warn
 from ft_ckpt.model.base_model import BaseWatch
+from ft_ckpt.retention import name_metrics
 from ft_ckpt.schedule import Every
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.store import Store
@@ -227,7 +228,9 @@ class TrainingRun:
         self.last_metrics: dict[str, float] = {}  # of the last step
         self._ancestors: set[str] = set()  # ids of the runs that this one branched off
         self._left_out: set[str] = set()  # items that resumes of this run left out, as `allow` permits
-        self._saves, self._absent = 0, set(config.rankings)  # number of saves, and metrics not reported so far
+        self._saves = 0
+        self._absent = set(config.rankings)  # metrics that rank checkpoints and were not reported so far
+        self._reported: set[str] = set()  # all metrics that were
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """Add objects to the run by name; "model" is the one whose weights are saved.
@@ -359,7 +362,7 @@ class TrainingRun:
         """Count one more optimizer step, or set the count to `step`."""
         self.step, now = self.step + 1 if step is None else step, time.monotonic()
         self.last_metrics = dict(metrics or {})
-        self._absent -= self.last_metrics.keys()
+        self._note_metrics(self.last_metrics)
         if self.has_begun:
             self.history = schedule.after_step(self.history, self.step, now)
         else:  # time before the first step, such as loading the model, does not count
@@ -368,7 +371,7 @@ class TrainingRun:
 
     def note_saved(self, reason: str | None, metrics: Mapping[str, float], cost: float | None = None) -> None:
         """Record a save for `reason`: when it begins, and again with its `cost` in seconds."""
-        self._absent -= metrics.keys()
+        self._note_metrics(metrics)
         self._saves += cost is None
         self.history = schedule.after_save(
             self.config.every or Every(),
@@ -398,14 +401,22 @@ class TrainingRun:
             self.run_id = run_id
 
     def warn_of_absent_metrics(self, least: int) -> None:
-        """Warn once after `least` saves if metrics that rank checkpoints were never reported."""
-        if self._saves >= least and self._absent:
+        """Warn once of metrics that rank checkpoints and were not reported, although others were.
+
+        Without any metric so far, warn after `least` saves: the first ones may come before an evaluation.
+        """
+        if self._absent and (self._reported or self._saves >= least):
             warn(
-                f"{listing(sorted(self._absent), ', ')}: checkpoints are ranked by it, and no save had it; pass it to "
-                "saver.step(metrics) or saver.save_state(metrics=...), or let `ft-ckpt watch` measure it",
+                f"no step so far had the metric {name_metrics(sorted(self._absent), self._reported)}, by which "
+                "checkpoints are ranked: none is deleted until one has it; pass it to saver.step(metrics) or "
+                "saver.save_state(metrics=...), or let `ft-ckpt watch` measure it",
                 stacklevel=5,
             )
             self._absent = set()
+
+    def _note_metrics(self, metrics: Mapping[str, float]) -> None:
+        self._reported |= metrics.keys()
+        self._absent -= metrics.keys()
 
     def facts_of_save(self, step: int | None, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Step, metrics and run id for a save of weights; `step` and `metrics` override those of the run."""

@@ -203,11 +203,23 @@ def test_killed_while_it_evaluates(tmp_path):
     assert ft_ckpt.best(tmp_path).name == "checkpoint-4"
 
 
-def test_a_metric_that_never_comes_is_told_of(tmp_path, recwarn):
-    saver = saver_of(tmp_path, every=Every(steps=1, signals=()), keep=Keep(last=1, best=("eval_loss", "min")))
-    for _ in range(5):
-        saver.step({"loss": 1.0})
+def test_a_metric_that_never_comes_deletes_nothing_and_is_told_of_at_the_first_save(tmp_path, recwarn):
+    saver = saver_of(tmp_path, every=Every(steps=1, signals=()), keep=Keep(last=1, best=("eval_los", "min")))
+    for step in range(1, 6):
+        saver.step({"loss": 1.0, "eval_loss": 1.0 / step})
+        told = [str(each.message) for each in recwarn if "ranked" in str(each.message)]
+        assert len(told) == 1
     saver.close()
-    told = [str(each.message) for each in recwarn if "ranked" in str(each.message)]
-    assert len(told) == 1
-    assert told[0].startswith("eval_loss: checkpoints are ranked by it, and no save had it")
+    assert "'eval_los' (did you mean 'eval_loss'? metrics: eval_loss, loss)" in told[0]
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in range(1, 6)}
+
+
+def test_a_run_without_metrics_is_told_of_later(tmp_path, recwarn):
+    saver = saver_of(tmp_path, every=Every(steps=1, signals=()), keep=Keep(best=("eval_loss", "min")))
+    counts = []
+    for _ in range(4):
+        saver.step()
+        counts.append(sum("ranked" in str(each.message) for each in recwarn))
+    saver.close()
+    assert counts == [0, 0, 1, 1]
+    assert len([*tmp_path.glob("checkpoint-*")]) == 4

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.retention import HeldCheckpoint, Keep, newest_valid, plan_pruning
+from ft_ckpt.retention import HeldCheckpoint, Keep, check_metrics, newest_valid, plan_pruning
 
 HOUR, DAY = 3600, 86400
 
@@ -60,7 +60,44 @@ def test_best_of_those_that_have_a_number():
     run = [held(step, metrics={} if loss is None else {"loss": loss}) for step, loss in enumerate(losses)]
     assert kept(run, Keep(best=("loss", "min"))) == [2, 5]  # of equals the first
     assert kept(run, Keep(best=("loss", "max"))) == [1, 5]
-    assert kept(run, Keep(best=("accuracy", "max"))) == [5]
+
+
+@pytest.mark.parametrize("others", [{}, {"last": 1}, {"every_steps": 2}, {"daily": 1}])
+def test_a_metric_that_none_has_deletes_nothing(others):
+    losses = {1: 0.5, 2: 0.1, 3: 0.9}
+    run = [held(step, metrics={"eval_loss": loss}) for step, loss in losses.items()]
+    for best in (("eval_los", "min"), [("eval_loss", "min"), ("eval_los", "min")]):
+        assert kept(run, Keep(best=best, **others)) == [1, 2, 3]
+    with_state = [replace(each, has_state=True) for each in run]
+    rules = Keep(last=2, state=Keep(best=("eval_los", "min"), **others))
+    assert plan_pruning(with_state, rules).strip == ()
+    assert kept(run, Keep(best=("eval_loss", "min"))) == [2, 3]
+
+
+def test_a_metric_that_is_a_number_in_invalid_ones_alone_deletes_nothing():
+    run = [held(1), held(2, metrics={"loss": math.nan}), held(3, metrics={"loss": 0.1}, valid=False)]
+    assert kept(run, Keep(best=("loss", "min"))) == [1, 2, 3]
+    assert kept([*run, held(4, metrics={"loss": 0.2}), held(5)], Keep(best=("loss", "min"))) == [3, 4, 5]
+
+
+def test_a_run_without_the_metric_beside_one_that_has_it():
+    first = [held(step, run_id="a", metrics={"loss": 1.0 / step}) for step in (1, 2, 3)]
+    second = [held(step, run_id="b", path=Path(f"other-{step}")) for step in (4, 5, 6)]
+    assert kept([*first, *second], Keep(best=("loss", "max"))) == [1, 3, 4, 5, 6]
+
+
+def test_metrics_that_no_checkpoint_has_are_named():
+    run = [held(step, run_id="a", metrics={"eval_loss": 1.0, "accuracy": 0.5}) for step in (1, 2)]
+    check_metrics(run, Keep(best=("eval_loss", "min")))
+    check_metrics([], Keep(best=("eval_los", "min")))
+    expected = r"no checkpoint has 'eval_los' \(did you mean 'eval_loss'\? metrics: accuracy, eval_loss\)"
+    for keep in (Keep(best=("eval_los", "min")), Keep(last=1, state=Keep(best=("eval_los", "min")))):
+        with pytest.raises(ConfigError, match=expected):
+            check_metrics(run, keep)
+    with pytest.raises(ConfigError, match=r"'perplexity' \(metrics: accuracy, eval_loss\)"):
+        check_metrics(run, Keep(best=("perplexity", "min")))
+    with pytest.raises(ConfigError, match="'loss' .they have no metrics"):
+        check_metrics([*run, held(3, run_id="b")], Keep(best=("loss", "min")), "b")
 
 
 def test_the_past_by_time():
