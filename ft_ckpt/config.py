@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -150,11 +150,24 @@ def numbers_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 def step_of(step: Any) -> int | None:
     """`step` as an int, None for None. Raises ConfigError unless it is a whole number from 0 on."""
-    if step is None:
-        return None
+    return None if step is None else whole_step(step)
+
+
+def whole_step(step: Any) -> int:
+    """`step` as an int. Raises ConfigError unless it is a whole number from 0 on."""
     if not is_number(step, 0, whole=True):
-        raise ConfigError(f"step={step!r}: expected a whole number from 0 on")
+        raise ConfigError(f"step={step!r:.80}: expected a whole number from 0 on")
     return int(step)
+
+
+def names_of(names: Any, what: str) -> tuple[str, ...]:
+    """The names in the argument `what`: an iterable of them, or one. Raises ConfigError for anything else."""
+    if isinstance(names, str):
+        return (names,)
+    items = tuple(names) if isinstance(names, Iterable) else (names,)
+    if not all(isinstance(name, str) for name in items):
+        raise ConfigError(f"{what}: {names!r:.80}: expected names in a list")
+    return items
 
 
 def _number_of(value: Any) -> float | None:

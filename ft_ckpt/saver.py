@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ft_ckpt.checkpoint.run_places import open_run_places
 from ft_ckpt.checkpoint.session import check_writer_names
-from ft_ckpt.config import SaverConfig, make_config, numbers_of, step_of
+from ft_ckpt.config import SaverConfig, make_config, names_of, numbers_of, step_of
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.engines.follow import publish_goal
 from ft_ckpt.engines.publish import PublishReport, publish_with
-from ft_ckpt.errors import ConfigError
+from ft_ckpt.errors import ConfigError, is_number, listing
 from ft_ckpt.messages import LOG
 from ft_ckpt.model.adapters import has_adapters
 from ft_ckpt.model.entries import Merged
@@ -225,13 +225,18 @@ class CheckpointSaver:
         ConfigError for invalid names, without a directory and with `staging`. Saves raise WriterError naming the
         writers that have ended, failed, or handed in nothing in time.
         """
+        if not is_number(timeout_seconds, 0):
+            raise ConfigError(f"timeout_seconds={timeout_seconds!r:.80}: expected seconds from 0 on")
+        if wrong := [f"{name}={count!r:.80}" for name, count in groups.items() if not is_number(count, 1, whole=True)]:
+            raise ConfigError(f"{listing(wrong, ', ')}: expected the number of writers of the group, from 1 on")
+        optional, allow = names_of(optional, "invite(optional=...)"), names_of(allow, "invite(allow=...)")
         families = {name: tuple(f"{name}-{number}" for number in range(count)) for name, count in groups.items()}
         names = [*writers, *(name for family in families.values() for name in family)]
         left_out = {each for name in optional for each in (name, *families.get(name, ()))}
         check_writer_names(names)
         if unknown := sorted({*optional} - {*names, *families}):
             raise ConfigError(f"optional={unknown}: not invited; expected some of {', '.join(names)}")
-        return self._saves.invite({name: name in left_out for name in names}, tuple(allow), timeout_seconds)
+        return self._saves.invite({name: name in left_out for name in names}, allow, timeout_seconds)
 
     @property
     def directory(self) -> Path | str | None:

@@ -30,7 +30,8 @@ from ft_ckpt.checkpoint.session import (
     read_session,
     room_of,
 )
-from ft_ckpt.errors import CheckpointError, ConfigError, NameTakenError, TargetError, WriterError, listing
+from ft_ckpt.config import whole_step
+from ft_ckpt.errors import CheckpointError, ConfigError, NameTakenError, TargetError, WriterError, is_number, listing
 from ft_ckpt.messages import warn
 from ft_ckpt.model.objects import load, save
 from ft_ckpt.storage import locks
@@ -78,7 +79,7 @@ class Writer:
     its step. `resume` gives the part of the checkpoint that the trainer continues from. When the trainer ends or
     resumes, the session is over: `ended` is true, and a new `Writer` joins the next one.
 
-    Raises ConfigError for an invalid name; WriterError if the name is not invited or in use by another living process,
+    Raises ConfigError for an invalid name, index or timeout; WriterError if the name is not invited or in use by another living process,
     or if there is no session in time.
     """
 
@@ -92,6 +93,10 @@ class Writer:
         timeout_seconds: float = 600.0,
     ) -> None:
         check_writer_names([name])
+        if index is not None and not is_number(index, 0, whole=True):
+            raise ConfigError(f"index={index!r:.80}: expected the number of the writer in its group, from 0 on")
+        if not is_number(timeout_seconds, 0):
+            raise ConfigError(f"timeout_seconds={timeout_seconds!r:.80}: expected seconds from 0 on")
         self.run = open_place(run).absolute
         self.name = name if index is None else f"{name}-{index}"
         self._group = None if index is None else name
@@ -136,9 +141,13 @@ class Writer:
         `state`: any nesting that `ft_ckpt.save` takes. `files`: files or bytes by their path in the part; a file that
         is in the last checkpoint already, with equal bytes, is not stored again.
 
-        Raises WriterError if the session is over, or for a step that was handed in or committed before; what
-        `ft_ckpt.save` raises for a state that cannot be stored.
+        Raises ConfigError unless `step` is a whole number from 0 on and `files` a mapping; WriterError if the session
+        is over, or for a step that was handed in or committed before; what `ft_ckpt.save` raises for a state that
+        cannot be stored.
         """
+        step = whole_step(step)
+        if files is not None and not isinstance(files, Mapping):
+            raise ConfigError(f"files={files!r:.80}: expected files or bytes by their path in the part")
         with self._lock:
             self._refuse_over()
             self._session = self._current() or self._session

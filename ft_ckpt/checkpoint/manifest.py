@@ -173,13 +173,16 @@ class BaseRecord:
     fingerprint: Mapping[str, Any]  # sampled elements, see `model.base_model`
 
 
+PART_KINDS = ("model", "adapter", "module", "state")
+
+
 @dataclass(frozen=True)
 class PartRecord:
     """One part of the checkpoint: a model, an adapter, a plain module or the training state, in a folder of its own."""
 
     name: str  # "" for the whole model, an attribute path such as "policy", or an adapter's name
     path: str  # folder relative to the checkpoint, "" for the checkpoint folder itself
-    kind: str  # "model" | "adapter" | "module" | "state"
+    kind: str  # one of PART_KINDS
     format: str  # a name of `formats.registry`, such as "safetensors"
     class_name: str
     tensors: tuple[TensorRecord, ...]
@@ -336,6 +339,8 @@ def _manifest_problems(manifest: Manifest) -> Iterator[str]:
     if manifest.delta and ("/" in base or not is_inside(base) or not manifest.delta.keys() >= _DELTA_FIELDS):
         yield f"delta: {dict(manifest.delta)}, expected the name of its base and two digests"
     for part in manifest.parts:
+        if part.kind not in PART_KINDS:
+            yield f"part {part.path!r}: kind {part.kind!r}, expected one of {', '.join(PART_KINDS)}"
         for tensor in part.tensors:
             if not 0 <= tensor.start <= tensor.end or min(tensor.shape, default=0) < 0:
                 yield f"{tensor.name!r}: shape {list(tensor.shape)} at bytes {tensor.start} to {tensor.end}"

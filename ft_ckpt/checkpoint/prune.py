@@ -296,9 +296,9 @@ def _survey(run: RunFolder, protect: Iterable[str | os.PathLike[str] | Place]) -
     root = run.snapshot()
     links = {each.identity: each.name for each in root.folder.list_folder().folders if each.is_link}
     protected = {open_place(path).folder.identity for path in protect}
-    listed = catalog.list_checkpoints(root)
+    listed = catalog.list_checkpoints(root, links=False)
     listed.require_readable()
-    infos = (info for info in listed.found if info.store != root.folder and info.name not in links.values())
+    infos = (info for info in listed.found if info.store != root.folder)
     return [held for info in infos if (held := _held_checkpoint(run, info, links, protected)) is not None]
 
 
@@ -386,7 +386,7 @@ def _prune_report(plan: PrunePlan, done: list[Removal | str]) -> PruneReport:
 
 
 def _dry_report(run: RunFolder, plan: PrunePlan) -> PruneReport:
-    at = {info.path: info for info in catalog.list_checkpoints(run.snapshot()).found}
+    at = {info.path: info for info in catalog.list_checkpoints(run.snapshot(), links=False).found}
     doomed = [at[path].store for path in plan.drop if path in at]
     sizes = [run.releasable(store, manifest_files(store, MANIFEST_NAME)) for store in doomed]
     for info in (at[path] for path in plan.strip if path in at):

@@ -314,7 +314,7 @@ def _path_in(part: Part, name: str) -> str:
 
 def _encode_extra_files(files: Mapping[str, str | bytes], own: set[str]) -> dict[str, bytes]:
     """The contents of the caller's files. Raises ConfigError for names in `own`, which are the checkpoint's."""
-    outside = [path for path in files if not is_inside(path)]
+    outside = [f"{path}" if isinstance(path, str) else repr(path) for path in files if not is_inside(path)]
     if outside:
         raise ConfigError(f"extra_files: {', '.join(outside)}: expected plain paths inside the checkpoint")
     if taken := sorted(own & files.keys()):

@@ -55,7 +55,7 @@ class LocalStore:
         return None if here == here.parent else LocalStore(here.parent)
 
     def within(self, folder: str) -> "LocalStore":
-        return replace(self, folder=self.folder / folder)
+        return replace(self, folder=self.folder / checked_name(folder, is_name))
 
     def where(self, name: str) -> str:
         return str(self.folder / name)

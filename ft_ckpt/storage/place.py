@@ -176,10 +176,13 @@ def open_place(place: "str | os.PathLike[str] | Place", **options: Any) -> Place
     `options` go to the client of an object store, as for `obstore.store.from_url` (endpoint, region, keys,
     "client_options", "retry_config"); the variables AWS_*, GOOGLE_* and AZURE_* give the others. A bucket of the Hub
     takes `token`; else HF_TOKEN or `hf auth login` give it. A `Place` is returned as it is. No request is made yet.
-    Raises ConfigError for a URL of an unknown kind, and if the package for object stores is not installed.
+    Raises ConfigError for a URL of an unknown kind, for anything that is no path, and if the package for object stores
+    is not installed.
     """
     if isinstance(place, Place):
         return place
+    if not isinstance(place, (str, os.PathLike)) or "\0" in str(place):
+        raise ConfigError(f"{place!r:.80}: no path; expected a path, a URL or a Place")
     if is_url(place):
         store = open_store(place, **options)
         return Place(store) if store.parent is None else Place(store.parent, _basename(store))

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from ft_ckpt.config import names_of
 from ft_ckpt.distributed.fill import Filler, choose_filler
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, damaged_input, listing
@@ -47,7 +48,7 @@ def resume_run(
     file is damaged, the next older checkpoint overwrites what was restored. `allow` and errors as for
     `CheckpointSaver.resume`.
     """
-    allowed = None if allow is True else _names_in(allow)
+    allowed = None if allow is True else frozenset(names_of(() if allow is False else allow, "resume(allow=...)"))
     while True:
         with ExitStack() as stack:
             point, branch = choose_checkpoint(wanted, ranks, stack)
@@ -58,15 +59,6 @@ def resume_run(
                 run.branch_off(branch)
                 return
         wanted = wanted.without(point, damage)
-
-
-def _names_in(allow: Any) -> frozenset[str]:
-    """The names in the argument `allow`. Raises ConfigError for anything else."""
-    named = () if allow is False else (allow,) if isinstance(allow, str) else allow
-    found = tuple(named) if isinstance(named, Iterable) else (named,)
-    if not all(isinstance(name, str) for name in found):
-        raise ConfigError(f"resume(allow={allow!r}): expected names of items in a list, or True for any")
-    return frozenset(found)
 
 
 def restore_run(

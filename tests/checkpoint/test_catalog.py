@@ -288,6 +288,7 @@ ODD = {
     r"files[1].path: {}": odd("files", 1, "path", value={}),
     r"parts[0].tensors[2].name: []": odd("parts", 0, "tensors", 2, "name", value=[]),
     r"parts[1].tensors[0].shape[1]: 1.5": odd("parts", 1, "tensors", 0, "shape", value=[2, 1.5]),
+    r"kind 'hologram', expected one of model, adapter, module, state": odd("parts", 0, "kind", value="hologram"),
     r"parts: 7, expected a list": odd("parts", value=7),
     r"rankings['loss']: [1]": odd("rankings", value={"loss": [1]}),
     r"written by 1000000000 ranks": odd("files", 0, "ranks", value=10**9),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 from faults import (
@@ -125,6 +126,30 @@ def test_old_states_go_and_their_weights_stay(run):
         assert "training state" in read_manifest(path).notes[-1]
     assert report.freed_bytes > sum(len(before[path]["state/position.json"]) for path in weights)
     assert prune_run(run, Keep(last=4, state=Keep(last=1))) == PruneReport(report.kept)
+
+
+def test_nothing_behind_a_link_is_opened(run, tmp_path_factory):
+    """A link may lead to a pipe, on which an open waits, or to what cannot be read now."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    os.mkfifo(elsewhere / MANIFEST_NAME)
+    (run / "behind-pipe").symlink_to(elsewhere)
+    unreadable = tmp_path_factory.mktemp("unreadable")
+    (unreadable / MANIFEST_NAME).mkdir()
+    (run / "behind-folder").symlink_to(unreadable)
+    opened, real = [], os.open
+
+    def watch(path, *args, **options):
+        opened.append(os.path.realpath(path))
+        return real(path, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", watch)
+        for dry_run in (True, False):
+            assert prune_run(run, Keep(last=1), dry_run=dry_run).problems == ()
+    assert steps(run) == [12]
+    assert not [
+        path for path in opened if Path(path).is_relative_to(elsewhere) or Path(path).is_relative_to(unreadable)
+    ]
 
 
 def rest_of(files):

@@ -176,6 +176,9 @@ class StoreContract:
         assert below.where("a").endswith("/run/checkpoint-1/a")
         with pytest.raises(MissingError, match="run/checkpoint-1/a"):
             below.read("a")
+        for outside in ("..", "run/../../x", "/x", ""):
+            with pytest.raises(ConfigError, match="invalid object name"):
+                store.within(outside)
 
     def test_stat(self, store: Store) -> None:
         store.write("a/b", b"12345")

@@ -53,6 +53,12 @@ class TestObstoreLocalStore(StoreContract):
         )
 
 
+@pytest.mark.parametrize("place", [None, 2.0, True, -1, b"run", ["run"], object(), "run\0"])
+def test_what_is_no_path(place):
+    with pytest.raises(ConfigError, match="no path; expected a path, a URL or a Place"):
+        open_place(place)
+
+
 @pytest.fixture
 def local(tmp_path):
     return LocalStore(tmp_path / "store")
