@@ -18,8 +18,8 @@ _COUNTS = ("last", "every_steps", *_PERIODS)
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Which checkpoints to keep: those that any rule selects. Without a rule all are kept, and so are all while a metric
-    of a `best` rule is in none of them.
+    """Which checkpoints to keep: those that any rule selects. Without a rule all are kept, and so are all while none of
+    them has the metric of a `best` rule.
 
     `last`: the newest n. `every_steps`: each whose step is a multiple. `best`: the best by a metric, as
     ("eval_loss", "min") or ("accuracy", "max", 3), or several such; of equal ones the oldest. `hourly`, `daily`,
@@ -127,7 +127,7 @@ def plan_pruning(held: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None 
 
 
 def check_metrics(held: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None = None) -> None:
-    """Raise ConfigError for a metric of `keep` that none of the checkpoints it would be applied to has, naming theirs."""
+    """Raise ConfigError for a metric of `keep` that none of the checkpoints has to which it applies; names theirs."""
     judged = [each for ours in _judged_runs(held, run_id) for each in ours]
     state = keep.state or Keep()
     measured = metrics_of(judged)

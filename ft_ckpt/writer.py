@@ -79,8 +79,8 @@ class Writer:
     its step. `resume` gives the part of the checkpoint that the trainer continues from. When the trainer ends or
     resumes, the session is over: `ended` is true, and a new `Writer` joins the next one.
 
-    Raises ConfigError for an invalid name, index or timeout; WriterError if the name is not invited or in use by another living process,
-    or if there is no session in time.
+    Raises ConfigError for an invalid name, index or timeout; WriterError if the name is not invited or in use by
+    another living process, or if there is no session in time.
     """
 
     def __init__(

@@ -161,7 +161,8 @@ class Listing:
 def list_checkpoints(root: str | os.PathLike[str] | Place, *, links: bool = True) -> Listing:
     """The committed checkpoints in `root` and directly below it, ordered as by `discover`, and errors of others.
 
-    Without `links`, folders that are links are left out, and nothing behind them is opened. Raises UnreadableError when `root` itself cannot be listed.
+    Without `links`, folders that are links are left out, and nothing behind them is opened. Raises UnreadableError when
+    `root` itself cannot be listed.
     """
     store = open_place(root).folder
     folders = [folder for folder in visible_folders(store.list_folder()) if links or not folder.is_link]

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 from ft_ckpt.config import names_of
 from ft_ckpt.distributed.fill import Filler, choose_filler

@@ -309,23 +309,23 @@ def test_what_is_no_step_no_index_and_no_count_is_refused_at_once(tmp_path: Path
     run = tmp_path / "a/b/run"
     with trainer(run) as saver:
         for count in NO_COUNTS:
-            with pytest.raises(ConfigError, match="rollout=.*expected the number of writers"):
+            with pytest.raises(ConfigError, match=r"rollout=.*expected the number of writers"):
                 saver.invite(rollout=count)  # type: ignore[arg-type]
         for seconds in (None, -1, float("nan"), "3"):
-            with pytest.raises(ConfigError, match="timeout_seconds=.*expected seconds"):
+            with pytest.raises(ConfigError, match=r"timeout_seconds=.*expected seconds"):
                 saver.invite("replay", timeout_seconds=seconds)  # type: ignore[arg-type]
         for names in (5, [5], b"replay", None):
             with pytest.raises(ConfigError, match=r"invite\(allow=...\).*expected names in a list"):
                 saver.invite("replay", allow=names)  # type: ignore[arg-type]
         saver.invite("replay", rollout=4, optional="rollout", timeout_seconds=5)
         for index in (True, -1, 2.0, "../x"):
-            with pytest.raises(ConfigError, match="index=.*expected the number of the writer"):
+            with pytest.raises(ConfigError, match=r"index=.*expected the number of the writer"):
                 Writer(run, "rollout", index=index, timeout_seconds=1)  # type: ignore[arg-type]
         with Writer(run, "replay") as writer:
             for step in NO_STEPS:
-                with pytest.raises(ConfigError, match="step=.*expected a whole number from 0 on"):
+                with pytest.raises(ConfigError, match=r"step=.*expected a whole number from 0 on"):
                     writer.put(step, {"a": 1})  # type: ignore[arg-type]
-            with pytest.raises(ConfigError, match="files=.*expected files or bytes by their path"):
+            with pytest.raises(ConfigError, match=r"files=.*expected files or bytes by their path"):
                 writer.put(3, files="a")  # type: ignore[arg-type]
             assert not [path for path in tmp_path.rglob("*") if "outside" in path.name or "state" in path.name]
             writer.put(3, {"a": 1})

@@ -96,7 +96,7 @@ def test_metrics_that_no_checkpoint_has_are_named():
             check_metrics(run, keep)
     with pytest.raises(ConfigError, match=r"'perplexity' \(metrics: accuracy, eval_loss\)"):
         check_metrics(run, Keep(best=("perplexity", "min")))
-    with pytest.raises(ConfigError, match="'loss' .they have no metrics"):
+    with pytest.raises(ConfigError, match=r"'loss' .they have no metrics"):
         check_metrics([*run, held(3, run_id="b")], Keep(best=("loss", "min")), "b")
 
 
