@@ -280,6 +280,7 @@ def wanted(each, run, keep) -> bool:
     found = not rules or (keep.last is not None and younger < keep.last)
     found |= bool(keep.every_steps) and each.step is not None and each.step % keep.every_steps == 0
     for metric, mode, count in keep.rankings:
+        found |= all(math.isnan(o.metrics.get(metric, math.nan)) for o in run if o.valid)
         if not math.isnan(each.metrics.get(metric, math.nan)):
             value = {o.path: o.metrics.get(metric, math.nan) * (1 if mode == "min" else -1) for o in run}
             better = [o for o in run if (value[o.path], age(o)) < (value[each.path], age(each))]
