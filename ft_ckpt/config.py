@@ -13,7 +13,7 @@ from ft_ckpt.formats.registry import DEFAULT_FORMAT, tensor_formats
 from ft_ckpt.messages import without_secrets
 from ft_ckpt.retention import Keep
 from ft_ckpt.schedule import Every
-from ft_ckpt.storage.place import is_url
+from ft_ckpt.storage.place import absolute_location, is_url, open_place
 
 _DTYPES = ("as_is", "config", "float64", "float32", "bfloat16", "float16")
 _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
@@ -103,6 +103,9 @@ class SaverConfig:
         for name, meant in (("dtype", canonical_dtype), ("every", every_of), ("keep", keep_of)):
             object.__setattr__(self, name, meant(getattr(self, name)))
         check_settings(self, _rules_of(self))
+        if self.staging is not None:
+            object.__setattr__(self, "staging", absolute_location(self.staging))
+        object.__setattr__(self, "publish", _absolute_goal(self.publish))
 
     @property
     def max_shard_bytes(self) -> int:
@@ -287,6 +290,24 @@ def _is_publish_goal(goal: Any) -> bool:
     are_urls = (str(url).startswith(("http://", "https://")) == to_servers for url in many)
     is_known = not isinstance(goal, Mapping) or goal.get("after_resume", "resumed") in ("resumed", "published")
     return goal is None or (bool(many) and all(are_urls) and is_known)
+
+
+def _absolute_goal(goal: Any) -> Any:
+    """The setting `publish` with absolute paths: it is used long after, perhaps in another working directory."""
+    if not isinstance(goal, Mapping):
+        return goal
+    absolute = dict(goal)
+    for name in ("stage", "base"):
+        path = absolute.get(name)
+        is_hub_id = name == "base" and isinstance(path, str) and not open_place(path).is_folder
+        if isinstance(path, (str, os.PathLike)) and not is_hub_id:
+            absolute[name] = absolute_location(path)
+    if isinstance(goal.get("visible_at"), Mapping):
+        folders = goal["visible_at"].items()
+        absolute["visible_at"] = {absolute_location(folder): seen for folder, seen in folders}
+    if goal.get("delta") and isinstance(goal.get("url"), (str, os.PathLike)):
+        absolute["url"] = absolute_location(goal["url"])
+    return absolute
 
 
 def _is_local_folder(staging: Any) -> bool:

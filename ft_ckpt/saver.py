@@ -44,10 +44,10 @@ class CheckpointSaver:
     """Saves and resumes a training run, and saves models as folders that every Hugging Face tool loads.
 
     `accelerator`: its prepared models are checked now, so that a run does not fail at its end because of a generation
-    config that was invalid from the start. `directory`: where `save` with a step and without a path puts checkpoints.
-    `settings`: the fields of `SaverConfig`, which may be passed as `config` instead. `on_saved`: one or several
-    functions, called on rank 0 with the report of each committed save, in the thread that finished it; their errors
-    become warnings. They must not call the saver.
+    config that was invalid from the start. `directory`: where `save` with a step and without a path puts checkpoints,
+    also after the script has changed its working directory. `settings`: the fields of `SaverConfig`, which may be
+    passed as `config` instead. `on_saved`: one or several functions, called on rank 0 with the report of each committed
+    save, in the thread that finished it; their errors become warnings. They must not call the saver.
 
     Raises ConfigError for invalid settings, CompanionError for a tokenizer or generation config that does not fit,
     SelectionError for optimizers and other objects of a run whose state cannot be saved, TargetError when `directory`

@@ -112,7 +112,7 @@ def evaluate_run(
     check_metric(metric)
     if not any(PATH in word for word in command):
         raise ConfigError(f"{' '.join(command)}: expected {PATH} among its words, for the path of the checkpoint")
-    evaluator = _Evaluator(open_place(run), on_trouble, command, metric, on_evaluated)
+    evaluator = _Evaluator(open_place(run).absolute, on_trouble, command, metric, on_evaluated)
     evaluator.follow(idle_seconds, poll_seconds)
     return evaluator.evaluated
 

@@ -97,7 +97,7 @@ class RunPlaces:
 def open_run_places(
     directory: str | os.PathLike[str] | Place | None, config: SaverConfig, is_main: Callable[[], bool]
 ) -> RunPlaces:
-    """The folders of a run, each tested; a bucket by a real write of rank 0.
+    """The folders of a run as absolute places, each tested; a bucket by a real write of rank 0.
 
     Raises ConfigError for settings that cannot work there, or a staging folder of another run, and what
     `check_directory` raises.
@@ -106,13 +106,13 @@ def open_run_places(
         if config.staging is not None:
             raise ConfigError(f"staging={str(config.staging)!r}: for a run in a bucket; give the saver its directory")
         return RunPlaces()
-    place = open_place(directory, **config.client_options)
+    place = open_place(directory, **config.client_options).absolute
     if config.staging is not None and isinstance(place.folder, LocalStore):
         raise ConfigError(f"staging={str(config.staging)!r}: {place} is on a disk itself; leave staging out")
     check_directory(place, config, is_main=is_main())
     if config.staging is None:
         return RunPlaces(place)
-    staging = open_place(config.staging).absolute
+    staging = open_place(config.staging)
     commit.check_target(folder_of(staging.folder), 0)
     if is_main():
         _claim_staging(staging, place)

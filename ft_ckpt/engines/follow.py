@@ -190,6 +190,6 @@ def follow_run(
     Raises ConfigError for invalid options and, until one publish has succeeded, for unsupported servers. After
     `idle_seconds` it raises the newest error since the last publish, if there is one.
     """
-    follower = _PublishingFollower(open_place(run), on_trouble, urls, options, on_published)
+    follower = _PublishingFollower(open_place(run).absolute, on_trouble, urls, options, on_published)
     follower.follow(idle_seconds, poll_seconds)
     return follower.published

@@ -94,8 +94,11 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         self.ft_ckpt_begin()
 
     def ft_ckpt_begin(self) -> None:
-        """Prepare a trainer whose `Trainer.__init__` has run. Raises ConfigError for an output folder that is a URL."""
-        local_path(self.args.output_dir)
+        """Prepare a trainer whose `Trainer.__init__` has run; its output folder becomes an absolute path.
+
+        Raises ConfigError for an output folder that is a URL.
+        """
+        self.args.output_dir = str(local_path(self.args.output_dir).absolute())
         self.add_callback(_StepWatch(self))
 
     def ft_ckpt_step_ended(self) -> bool:

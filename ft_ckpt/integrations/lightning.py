@@ -9,6 +9,7 @@ run. Lightning's `ModelCheckpoint` is not needed, and Lightning adds none beside
 """
 
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,6 +28,7 @@ from ft_ckpt.errors import ConfigError, SelectionError, listing
 from ft_ckpt.model.adapters import has_adapters
 from ft_ckpt.model.selection import is_pretrained
 from ft_ckpt.saving.follow_up import SaveHook, hooks_of
+from ft_ckpt.storage.place import Place, absolute_location
 from ft_ckpt.training import rng
 from ft_ckpt.training.data_position import DataPosition
 
@@ -171,7 +173,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         every: Every | int = Every(epochs=1),  # noqa: B008 - a constant
         attribute: str | None = None,
         tokenizer: Any = None,
-        resume: str | Path | bool | None = "auto",
+        resume: str | Path | Place | bool | None = "auto",
         allow: Iterable[str] | bool = (),
         replay: bool | None = None,
         on_saved: SaveHook | Iterable[SaveHook] | None = None,
@@ -179,8 +181,11 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
     ) -> None:
         super().__init__()
         self._config = make_config(None, {**settings, "every": every, "attribute": attribute})
-        self._directory, self._tokenizer, self._replay = directory, tokenizer, replay
-        self._resume, self._allow, self._on_saved = resume, allow, hooks_of(on_saved)
+        self._directory, self._tokenizer, self._replay = absolute_location(directory), tokenizer, replay
+        self._resume: str | Path | Place | bool | None = resume
+        self._allow, self._on_saved = allow, hooks_of(on_saved)
+        if isinstance(resume, (str, Path)) and os.sep in str(resume):  # else a mode, or a name in `directory`
+            self._resume = absolute_location(resume)
         self._saver: CheckpointSaver | None = None
         self._loaders: list[FedLoader] = []
         self._state: LightningState | None = None

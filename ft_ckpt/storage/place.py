@@ -192,6 +192,16 @@ def open_place(place: "str | os.PathLike[str] | Place", **options: Any) -> Place
     return Place(LocalStore(path.parent), path.name)
 
 
+def absolute_location(place: str | os.PathLike[str] | Place) -> str | Place:
+    """The same path, URL or place, independent of the working directory.
+
+    Raises ConfigError for a URL of an unknown kind.
+    """
+    if isinstance(place, Place):
+        return place.absolute
+    return os.fspath(place) if is_url(place) else str(local_path(place).absolute())
+
+
 def source_access(found: Place, origin: Place, goal: Place) -> Access:
     """The access to something made at `goal` from the file or folder `found`, called `origin` by the user.
 

@@ -324,7 +324,8 @@ class TrainingRun:
     def restore_progress(self, document: Document, origin: Store) -> None:
         """Take over step, run id and history from the checkpoint at `origin`."""
         progress = document["progress"]
-        self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], Place(origin)
+        self.step, self.run_id = progress["step"], document["run_id"]
+        self.resumed_from = Place(origin).absolute
         self._ancestors, self._left_out = set(document.get("ancestors", ())), set(document.get("let_go", ()))
         self.history = schedule.begin_history(self.step, progress["epoch"], time.monotonic(), document["history"])
         self.published = document.get("published")
