@@ -10,7 +10,13 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import TypeVar
 
-from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, Manifest, PartRecord
+from ft_ckpt.checkpoint.manifest import (
+    DIFFUSERS_LORA_FILE,
+    DIFFUSERS_MODEL_FILE,
+    MANIFEST_LIMIT_BYTES,
+    Manifest,
+    PartRecord,
+)
 from ft_ckpt.errors import CheckpointError, CorruptError, MissingError, UnreadableError, listing, reason_of
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.formats.safetensors import HELPER, read_header
@@ -37,9 +43,9 @@ _T = TypeVar("_T")
 # adapters count there.
 _WEIGHTS = r"(-\d+-of-\d+)?\.(safetensors|bin|h5)(\.index\.json)?"
 _MISLEADING = {
-    "model": re.compile(rf"(pytorch_)?model{_WEIGHTS}|adapter_config\.json"),
+    "model": re.compile(rf"((pytorch_)?model|{DIFFUSERS_MODEL_FILE}){_WEIGHTS}|adapter_config\.json"),
     "module": re.compile(rf"(pytorch_)?model{_WEIGHTS}|adapter_config\.json"),
-    "adapter": re.compile(rf"adapter_model{_WEIGHTS}"),
+    "adapter": re.compile(rf"(adapter_model|{DIFFUSERS_LORA_FILE}){_WEIGHTS}"),
 }
 
 

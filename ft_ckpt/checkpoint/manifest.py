@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from datetime import datetime, timezone
 from functools import cache
+from pathlib import PurePosixPath
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
@@ -153,6 +154,9 @@ _PLAIN: dict[Any, _Reader] = {
 }
 
 
+# Names of weight files that diffusers reads, without ending and shard number; all other libraries read other names.
+DIFFUSERS_MODEL_FILE = "diffusion_pytorch_model"
+DIFFUSERS_LORA_FILE = "pytorch_lora_weights"
 MANIFEST_NAME = "ft_ckpt.json"
 FORMAT_VERSION = 1  # increased when an older reader could misread a newer manifest
 MANIFEST_LIMIT_BYTES = 256 << 20  # a million tensors
@@ -192,6 +196,12 @@ class PartRecord:
     active: bool = False  # this adapter was active when saved
     base: BaseRecord | None = None
     casts: Mapping[str, int] = field(default_factory=dict)  # "float32->bfloat16": number of tensors
+
+    @property
+    def is_of_diffusers(self) -> bool:
+        """Whether its weight files have the names that diffusers reads."""
+        stems = (DIFFUSERS_MODEL_FILE, DIFFUSERS_LORA_FILE)
+        return any(PurePosixPath(tensor.file).name.startswith(stems) for tensor in self.tensors)
 
 
 @dataclass(frozen=True)

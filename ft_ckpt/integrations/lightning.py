@@ -26,7 +26,7 @@ from ft_ckpt.config import make_config
 from ft_ckpt.distributed.wrappers import is_distributed
 from ft_ckpt.errors import ConfigError, SelectionError, listing
 from ft_ckpt.model.adapters import has_adapters
-from ft_ckpt.model.selection import is_pretrained
+from ft_ckpt.model.libraries import library_of
 from ft_ckpt.saving.follow_up import SaveHook, hooks_of
 from ft_ckpt.storage.place import Place, absolute_location
 from ft_ckpt.training import rng
@@ -328,7 +328,9 @@ def _saved_attribute(module: Any) -> str:
     """The path of the only Hugging Face or PEFT model in a LightningModule; "" if there is none."""
     found: list[str] = []
     for path, inner in module.named_modules():
-        if (is_pretrained(inner) or has_adapters(inner)) and not any(path.startswith(f"{one}.") for one in found):
+        if (library_of(inner) is not None or has_adapters(inner)) and not any(
+            path.startswith(f"{one}.") for one in found
+        ):
             found.append(path)
     if len(found) > 1:
         raise SelectionError(

@@ -7,17 +7,20 @@ PEFT selects the names, method by method. It gets placeholders instead of tensor
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE
 from ft_ckpt.distributed.module_state import wrapper_steps
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.wrappers import unwrap, user_class, walk_modules
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing, shown
 from ft_ckpt.model.conversion import cast_entries
 from ft_ckpt.model.entries import Entry, Group, Part, unchanged_entry
+from ft_ckpt.model.libraries import ADAPTER_FILE
 from ft_ckpt.model.selection import View
 from ft_ckpt.storage.place import open_place
 
@@ -72,10 +75,16 @@ def _configured_rows(place: str, model: Any) -> int | None:
 
 
 T = TypeVar("T")
-ADAPTER_FILE = "adapter_model"
 PREFIX = "base_model.model."  # PEFT's prefix of names in the base model
 TO_BASE = ("base_layer", "original_module")  # the child of a PEFT layer that is the base layer
 BASE_STEPS = (*TO_BASE, "token_adapter")  # children of PEFT layers on the path to the base layer
+
+
+def peft_name(name: str, file: str) -> str:
+    """PEFT's name of the tensor `name` of an adapter's weight file `file`, which may be in the layout of diffusers."""
+    if not PurePosixPath(file).name.startswith(DIFFUSERS_LORA_FILE):
+        return name
+    return PREFIX + name.partition(".")[2]  # without the component of a pipeline
 
 
 def has_adapters(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import is_dataclass, replace
 from enum import Enum
+from pathlib import PurePosixPath
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -29,10 +30,13 @@ from ft_ckpt.model.adapters import (
     base_sources,
     embedding_of,
     is_peft_model,
+    peft_name,
     why_redrawn,
 )
 from ft_ckpt.model.base_model import differing_tensors, irreproducible, is_floating, keeps_base
+from ft_ckpt.model.diffusers import model_class as diffusers_class
 from ft_ckpt.model.entries import Entry
+from ft_ckpt.model.libraries import ADAPTER_FILE, is_config_of_diffusers
 from ft_ckpt.model.load_weights import beside_weights, read_tensors, weight_names
 from ft_ckpt.model.pretrained import companions_here, model_class
 from ft_ckpt.model.selection import View
@@ -71,6 +75,10 @@ def base_of(record: PartRecord, given: Any, trust_remote_code: bool, *, verify: 
     revision = record.base.revision if record.base and given is None else None
     asked = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
+        if (name := _class_in_diffusers(where)) is not None:
+            dtype = getattr(torch, record.base.dtype if record.base else "float32")
+            loaded: nn.Module = diffusers_class(name, {}).from_pretrained(place, torch_dtype=dtype)
+            return loaded
         model: nn.Module = _base_class(str(place), asked).from_pretrained(place, dtype="auto", **asked)
     except (OSError, ValueError) as error:
         raise LoadError(
@@ -100,6 +108,7 @@ def attach_adapters(
     check_base = check_base and not is_peft_model(model)
     notes = _prepare_base(model, held, records, check_base and not is_remade)
     peft_model: Any = model
+    records = [_with_peft_names(record) for record in records]
     for record in records:
         with _explain_peft(held, [record]):
             peft_model = _make_adapter(peft_model, str(record.adapter), configs[str(record.adapter)])
@@ -113,6 +122,11 @@ def attach_adapters(
             _copy_exactly(held, record, targets[str(record.adapter)])
     _activate_adapters(peft_model, records)
     return peft_model.eval(), notes
+
+
+def _with_peft_names(record: PartRecord) -> PartRecord:
+    tensors = tuple(replace(tensor, name=peft_name(tensor.name, tensor.file)) for tensor in record.tensors)
+    return replace(record, tensors=tensors)
 
 
 def _refuse_changed_base(held: OpenCheckpoint, records: Sequence[PartRecord], configs: Mapping[str, Any]) -> None:
@@ -166,12 +180,18 @@ def _fill_adapter(model: Any, held: OpenCheckpoint, record: PartRecord) -> None:
 
     name = str(record.adapter)
     _compare_torch_sums(held.store, weight_names(record))
-    if format_named(record.format).read_by_transformers:  # and by PEFT
+    is_of_peft = all(PurePosixPath(file).name.startswith(ADAPTER_FILE) for file in weight_names(record))
+    if is_of_peft and format_named(record.format).read_by_transformers:  # and by PEFT
         with companions_here(held, record) as folder:
             model.load_adapter(str(folder), adapter_name=name)
         return
     for file in weight_names(record):
-        set_peft_model_state_dict(model, read_tensors(held.store, file), adapter_name=name)
+        set_peft_model_state_dict(model, _read_adapter(held.store, file), adapter_name=name)
+
+
+def _read_adapter(store: Store, file: str) -> dict[str, Tensor]:
+    """The tensors of an adapter's weight file, by PEFT's names."""
+    return {peft_name(name, file): tensor for name, tensor in read_tensors(store, file).items()}
 
 
 def _compare_torch_sums(store: Store, names: Iterable[str]) -> None:
@@ -249,6 +269,14 @@ def _is_of_type(value: Any, hint: Any) -> bool:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return value in [one.value for one in hint]
     return hint is Any or not isinstance(hint, type) or isinstance(value, hint)
+
+
+def _class_in_diffusers(place: Place) -> str | None:
+    """The class in diffusers of the model in the folder `place`; None for another model, or no folder."""
+    if not place.is_folder or place.folder.stat("config.json") is None:
+        return None
+    config = json.loads(read_text(place.folder, "config.json"))
+    return str(config["_class_name"]) if is_config_of_diffusers(config) else None
 
 
 def _base_class(place: str, asked: Mapping[str, Any]) -> Any:
@@ -359,7 +387,7 @@ def _holds_all(live: torch.dtype, stored: torch.dtype) -> bool:
 
 def _copy_exactly(held: OpenCheckpoint, record: PartRecord, targets: Mapping[str, Source]) -> None:
     for file in {tensor.file for tensor in record.tensors if tensor.name in targets}:
-        stored = read_tensors(held.store, file)
+        stored = _read_adapter(held.store, file)
         with torch.no_grad():
             for name in targets.keys() & stored.keys():
                 live: Tensor = targets[name].live

@@ -26,10 +26,11 @@ from ft_ckpt.errors import CheckpointError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.messages import warn
-from ft_ckpt.model.adapters import PREFIX, TO_BASE, base_sources, has_adapters, is_peft_model
+from ft_ckpt.model.adapters import PREFIX, TO_BASE, base_sources, has_adapters, is_peft_model, peft_name
 from ft_ckpt.model.selection import module_at, view_of
 
 _PASSING = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "vocab_size"}
+_PASSING |= {"_diffusers_version", "_class_name"}  # absent from the config in memory until diffusers writes it
 # Initialisations of LoRA that keep the base, and those that change it by a deterministic decomposition. All others
 # (random, or computed from training data) cannot be repeated.
 _KEEPS_BASE = frozenset({"true", "false", "gaussian", "orthogonal", "eva", "mica"})
@@ -113,9 +114,12 @@ def base_identity(module: Any, adapter: str) -> tuple[str | None, str | None, st
     """The base model's id (None when it was built in memory), its revision, and a digest of its architecture."""
     model = module.get_base_model() if is_peft_model(module) else module
     settings, config = module.peft_config[adapter], getattr(model, "config", None)
-    name = settings.base_model_name_or_path or getattr(model, "name_or_path", None) or None
+    origin = getattr(model, "name_or_path", None) or getattr(config, "_name_or_path", None)  # the latter of diffusers
+    name = settings.base_model_name_or_path or (str(origin) if origin else None)  # diffusers keeps a Path as it is
     revision = settings.revision or getattr(config, "_commit_hash", None)
-    described = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
+    described = dict(config) if isinstance(config, Mapping) else {}
+    if config is not None and hasattr(config, "to_dict"):
+        described = config.to_dict()
     lasting = {key: value for key, value in described.items() if key not in _PASSING}
     return name, revision, xxhash.xxh3_128_hexdigest(json.dumps(lasting, sort_keys=True, default=str).encode())
 
@@ -247,7 +251,8 @@ def differing_elements(file: TensorFile, record: PartRecord) -> tuple[int, list[
 
 def _adapted_paths(record: PartRecord) -> frozenset[str]:
     """All prefixes of the paths of the adapter's tensors in the base model; they include the adapted layers."""
-    steps = (tensor.name.removeprefix(PREFIX).split(".") for tensor in record.tensors)
+    names = (peft_name(tensor.name, tensor.file) for tensor in record.tensors)
+    steps = (name.removeprefix(PREFIX).split(".") for name in names)
     return frozenset(".".join(one[:depth]) for one in steps for depth in range(1, len(one)))
 
 

@@ -33,7 +33,7 @@ from ft_ckpt.storage.scratch import copy_object
 from ft_ckpt.storage.store import Store, read_text
 
 _CARD = """---
-{head}library_name: peft
+{head}library_name: {library}
 tags:
 {tags}
 ---
@@ -66,15 +66,16 @@ def name_base(file: Path, base_id: str | None) -> None:
     card.save(file)
 
 
-def injected_card(config: Any) -> str:
-    """The model card for injected adapters, as PEFT writes it for a PeftModel."""
+def injected_card(config: Any, library: str = "peft") -> str:
+    """The model card for injected adapters, as PEFT writes it for a PeftModel; `library`: the one that reads them."""
     import peft  # here, because it is slow to import; a process with adapters has already imported it
 
     base = config.base_model_name_or_path
     base = base if base and is_hub_name(base) else None
     kind = str(getattr(config.peft_type, "value", config.peft_type)).lower()
-    tags = [kind, "transformers"] + ([f"base_model:adapter:{base}"] if base else [])
+    tags = [kind, "transformers" if library == "peft" else library] + ([f"base_model:adapter:{base}"] if base else [])
     return _CARD.format(
+        library=library,
         head=f"base_model: {json.dumps(base)}\n" if base else "",  # a JSON string is a YAML string
         tags="\n".join(f"- {json.dumps(tag)}" for tag in sorted(tags)),
         base=f"`{base}`" if base else "a model that is not on the Hub",
@@ -151,12 +152,14 @@ def write_adapter(
     base: BaseRecord,
     beside: bool = False,
     base_id: str | None = None,
+    library: str = "peft",
 ) -> None:
     """Write `adapter_config.json` and a model card for one adapter into the existing `folder`.
 
     `model`: a PeftModel, or a model with injected adapters and a `peft_config`. `beside`: the checkpoint contains the
     base as changed by the adapter's initialisation, so a load must not decompose it again. `base_id`: name of the base
-    on the Hub, if it was loaded from elsewhere. The card never contains a local path.
+    on the Hub, if it was loaded from elsewhere. `library`: the one that reads the weights, for the card, which never
+    contains a local path.
     """
     import peft  # here, because it is slow to import; a process with adapters has already imported it
 
@@ -175,9 +178,10 @@ def write_adapter(
     mapping = {"base_model_class": cls.__name__, "parent_library": cls.__module__} if config.task_type is None else None
     config.save_pretrained(str(folder), auto_mapping_dict=mapping)
     _keep_order_of_patterns(LocalStore(folder), config)
-    card = blank_card() if isinstance(model, peft.PeftModel) else injected_card(config)
+    has_own_card = isinstance(model, peft.PeftModel) and library == "peft"
+    card = blank_card() if has_own_card else injected_card(config, library)
     LocalStore(folder).write("README.md", card.encode())
-    if isinstance(model, peft.PeftModel):
+    if has_own_card:
         model.create_or_update_model_card(str(folder))
         name_base(folder / "README.md", base_id)
 

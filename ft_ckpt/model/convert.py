@@ -46,6 +46,7 @@ from ft_ckpt.formats.safetensors_file import link_second_names
 from ft_ckpt.formats.shards import shard_index, split_into_files
 from ft_ckpt.formats.torch_file import TorchArchive
 from ft_ckpt.model import folder
+from ft_ckpt.model.libraries import ADAPTER_FILE
 from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place, source_access
@@ -658,7 +659,7 @@ def _convert_to_folder(opened: TensorFile, source: Place, options: ConvertOption
 def _plan_converted(part: folder.FolderPart, options: ConvertOptions) -> _ConvertedPart:
     names = _names_in_part(part, [*part.file.specs, *getattr(part.file, "ties", {})], options.names)
     file = TranslatedFile(part.file, names, options.dtype)
-    stem = "adapter_model" if part.kind == "adapter" else options.format.model_stem
+    stem = part.stem or (ADAPTER_FILE if part.kind == "adapter" else options.format.model_stem)
     ending, place = options.format.suffixes[0], f"{part.path}/" if part.path else ""
     index_path = f"{place}{stem}{ending}.index.json"
     shards = {f"{stem}{ending}": list(file.specs)}

@@ -65,6 +65,7 @@ class Part:
     notes: tuple[str, ...] = ()
     omitted: tuple[Source, ...] = ()  # left out on purpose: recreated by the class or PEFT
     extra: str | None = None  # the text of EXTRA_FILE, if there is any
+    metadata: Mapping[str, str] = field(default_factory=dict)  # for the headers of its weight files
 
 
 def shared_between(parts: Iterable[Part]) -> tuple[tuple[str, ...], ...]:

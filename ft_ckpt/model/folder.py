@@ -4,22 +4,33 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from torch import Tensor
 
 from ft_ckpt.checkpoint.catalog import load_manifest
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord
+from ft_ckpt.checkpoint.manifest import (
+    DIFFUSERS_LORA_FILE,
+    DIFFUSERS_MODEL_FILE,
+    MANIFEST_NAME,
+    Manifest,
+    PartRecord,
+)
 from ft_ckpt.errors import CorruptError, LoadError, UnreadableError, damaged_input, listing
 from ft_ckpt.formats import dcp, deepspeed, detect, jax, lightning, tensorflow
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.registry import format_named, tensor_formats
+from ft_ckpt.model.libraries import ADAPTER_FILE
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.read_ahead import ByteRun
 from ft_ckpt.storage.scratch import check_files_inside, leads_out
 from ft_ckpt.storage.store import Store, Stored, is_inside, read_text
 
-_STEMS = {"model": ("model", "pytorch_model"), "adapter": ("adapter_model",)}
+_STEMS = {
+    "model": ("model", "pytorch_model", DIFFUSERS_MODEL_FILE),
+    "adapter": (ADAPTER_FILE, DIFFUSERS_LORA_FILE),
+}
 # Files that hold weights or training state in some format; all other files of a folder are sidecar files.
 _BULK = re.compile(
     r"\.(safetensors|bin|h5|hdf5|mdl|pt|pth|ckpt|msgpack|onnx|onnx_data|gguf|keras|distcp|npz|npy|index)$"
@@ -72,6 +83,7 @@ class FolderPart:
     kind: str  # "model" | "adapter" | "module"
     file: TensorFile
     record: PartRecord | None = None  # if the folder is a checkpoint of ours
+    stem: str = ""  # of its weight files, if their library has one name for all formats
 
     @property
     def prefix(self) -> str:
@@ -167,7 +179,7 @@ def _open_own_checkpoint(place: Place, origin: Place) -> TensorFile:
         names = sorted({tensor.file for tensor in record.tensors})
         file = join_weight_files(place.folder, names)
         file.ties |= {other: group[0] for group in record.ties for other in group[1:] if group[0] in file.specs}
-        parts.append(FolderPart(record.path, record.kind, file, record))
+        parts.append(FolderPart(record.path, record.kind, file, record, _library_stem(names)))
     return WeightsFolder(place, origin, parts, manifest)
 
 
@@ -184,7 +196,15 @@ def _huggingface_parts(store: Store) -> Iterator[FolderPart]:
         if names:
             if index is not None:
                 _check_shard_index(store, index, names)
-            yield FolderPart("", kind, join_weight_files(store, names))
+            yield FolderPart("", kind, join_weight_files(store, names), stem=_library_stem(names))
+
+
+def _library_stem(names: Sequence[str]) -> str:
+    """The stem that diffusers gives to weight files of every format, if the files `names` have it; else ""."""
+    for stem in (DIFFUSERS_MODEL_FILE, DIFFUSERS_LORA_FILE):
+        if any(PurePosixPath(name).name.startswith(stem) for name in names):
+            return stem
+    return ""
 
 
 def join_weight_files(store: Store, names: Iterable[str]) -> JoinedFile:
@@ -215,7 +235,7 @@ def weight_files(store: Store, kind: str) -> tuple[list[str], str | None]:
             return sorted(set(_read_weight_map(store, f"{name}.index.json").values())), f"{name}.index.json"
     if kind == "adapter":
         return [], None
-    return sorted(n for n in there if n.endswith(".safetensors") and not n.startswith("adapter_model")), None
+    return sorted(n for n in there if n.endswith(".safetensors") and not n.startswith(_STEMS["adapter"])), None
 
 
 def _read_weight_map(store: Store, index: str) -> Mapping[str, str]:

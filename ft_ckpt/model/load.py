@@ -22,7 +22,10 @@ from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.tensor_file import MemoryFile
 from ft_ckpt.messages import printable
 from ft_ckpt.model.attach_adapters import attach_adapters, base_of
+from ft_ckpt.model.diffusers import empty_of_config
+from ft_ckpt.model.diffusers import model_class as diffusers_class
 from ft_ckpt.model.folder import refuse_delta
+from ft_ckpt.model.libraries import is_config_of_diffusers
 from ft_ckpt.model.load_weights import (
     LoadReport,
     beside_weights,
@@ -254,7 +257,10 @@ def _load_plain(held: OpenCheckpoint, record: PartRecord, options: _LoadOptions)
 
 def _load_pretrained(held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> tuple[nn.Module, LoadReport]:
     store = held.store
-    config, cls = checked_config(store, record), model_class(record.class_name)
+    config = checked_config(store, record)
+    if is_config_of_diffusers(config):
+        return _load_diffusers(config, held, record, options)
+    cls = model_class(record.class_name)
     with limit_parameters(most_parameters(record), "config.json"):
         # transformers builds quantised models and models with custom code.
         if cls is not None and not options.trust_remote_code and config.get("quantization_config") is None:
@@ -266,6 +272,19 @@ def _load_pretrained(held: OpenCheckpoint, record: PartRecord, options: _LoadOpt
                     model.tie_weights()
                     return model.eval(), replace(report, zero_copy=zero_copy)
         return _through_transformers(cls or class_of_own_code(config, record), held, record, options)
+
+
+def _load_diffusers(
+    config: Mapping[str, Any], held: OpenCheckpoint, record: PartRecord, options: _LoadOptions
+) -> tuple[nn.Module, LoadReport]:
+    cls = diffusers_class(record.class_name, options.classes)
+    with fetching_weights(held.store, weight_names(record), options.mapped, options.device) as tensors:
+        with limit_parameters(most_parameters(record), "config.json"):
+            model = empty_of_config(cls, config)
+        model.register_to_config(_name_or_path=held.origin.where(record.path))
+        stored, zero_copy = tensors()
+        report = put_tensors(model, record, stored, held.store, options.strict)
+    return model.eval(), replace(report, zero_copy=zero_copy)
 
 
 def _through_transformers(

@@ -11,6 +11,7 @@ from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, l
 from ft_ckpt.messages import short
 from ft_ckpt.model.adapters import adapter_parts, base_view, check_complete, has_adapters, missing_trainable
 from ft_ckpt.model.base_model import irreproducible, refuse_merged
+from ft_ckpt.model.diffusers import in_lora_layout
 from ft_ckpt.model.entries import MergeChoice, Part
 from ft_ckpt.model.selection import View, model_part, module_at, view_of
 
@@ -20,10 +21,24 @@ Attribute = str | Sequence[str] | None
 def model_inside(model: nn.Module) -> nn.Module:
     """The model inside torch's AveragedModel (EMA, SWA); any other model is returned unchanged.
 
-    The number of averages is run state, saved if the AveragedModel is registered.
+    The number of averages is run state, saved if the AveragedModel is registered. Raises SelectionError for a pipeline
+    of diffusers.
     """
+    _refuse_pipeline(model)
     inside = model.module if isinstance(model, AveragedModel) else model
     return inside if isinstance(inside, nn.Module) else model
+
+
+def _refuse_pipeline(model: Any) -> None:
+    """Raise SelectionError for a pipeline of diffusers, naming the models in it."""
+    if isinstance(model, nn.Module) or not isinstance(components := getattr(model, "components", None), Mapping):
+        return
+    models = [f"pipeline.{name}" for name, value in components.items() if isinstance(value, nn.Module)]
+    if models:
+        raise SelectionError(
+            f"{type(model).__name__}: a pipeline of several models, expected one of them: {', '.join(models)}; "
+            "pipeline.save_pretrained(...) saves the whole pipeline"
+        )
 
 
 def is_of_adapters(model: nn.Module, adapter_only: bool | None, attribute: Attribute) -> bool:
@@ -137,8 +152,8 @@ def _parts_of_view(view: View, name: str, path: str, adapter_only: bool, dtype: 
     if adapter_only:
         parts = adapter_parts(view, name, path, dtype)
         check_complete(view, parts)
-        return parts
+        return [in_lora_layout(part) for part in parts]
     if not has_adapters(view.module):
         return [model_part(view, name, path, dtype)]
     below = adapter_parts(view, name, path, dtype, in_folders=True)
-    return [model_part(base_view(view), name, path, dtype), *below]
+    return [model_part(base_view(view), name, path, dtype), *(in_lora_layout(part) for part in below)]

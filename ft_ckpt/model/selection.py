@@ -17,7 +17,8 @@ from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeErro
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import dump_object
 from ft_ckpt.model.conversion import cast_entries, converted_entries, kept_in_float32
-from ft_ckpt.model.entries import Part, main_dtype, unchanged_entry
+from ft_ckpt.model.entries import MODEL_FILE, Part, main_dtype, unchanged_entry
+from ft_ckpt.model.libraries import TRANSFORMERS, library_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,20 +84,21 @@ def _with_raw_below(source: Source, depth: int) -> Source:
 
 def model_part(view: View, name: str, path: str, dtype: str) -> Part:
     """The part for a module saved in full: the tensors that `save_pretrained` writes, or all of a plain module."""
-    hugging_face = is_pretrained(view.module)
+    library = library_of(view.module)
+    hugging_face = library is TRANSFORMERS
     _refuse_unserialisable(view.module)
     kept, ties, notes = _without_aliases(view, hugging_face)
     if hugging_face:
         entries = converted_entries(view.module, kept)
     else:
         entries = [unchanged_entry(own_name, source) for own_name, source in kept.items()]
-    kind = "model" if hugging_face else "module"
+    kind, file = ("module", MODEL_FILE) if library is None else ("model", library.model_file)
     doubtful = tuple(diverged_ties(view)) if hugging_face else ()
     made = cast_entries(entries, view.module, dtype)
     taken = {source.key for source in kept.values()}
     omitted = tuple(source for source in view.sources.values() if source.key not in taken)
     extra = dump_object(dict(view.extra), name or type(view.module).__name__) if view.extra else None
-    stored = Part(name, path, kind, view.module, made, ties=ties, doubtful=doubtful, notes=notes)
+    stored = Part(name, path, kind, view.module, made, file=file, ties=ties, doubtful=doubtful, notes=notes)
     notes += _rounded_by_others(stored) if hugging_face else ()
     return replace(stored, omitted=omitted, extra=extra, notes=notes)
 
@@ -113,10 +115,8 @@ def _rounded_by_others(part: Part) -> tuple[str, ...]:
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether it is a transformers model; checks class names, because importing the class takes a second."""
-    return any(
-        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(module).__mro__
-    )
+    """Whether it is a transformers model."""
+    return library_of(module) is TRANSFORMERS
 
 
 def made_by_class(module: Any) -> frozenset[str]:
@@ -163,10 +163,10 @@ def _is_stacked(module: nn.Module) -> bool:
 
 
 def _pretrained_below(part: Part) -> list[str]:
-    """Paths of the outermost transformers models in the part's module."""
+    """Paths of the outermost models of known libraries in the part's module."""
     found: list[str] = []
     for path, _, inner in walk_modules(part.module):
-        if is_pretrained(inner) and not any(path.startswith(f"{outer}.") for outer in found):
+        if library_of(inner) is not None and not any(path.startswith(f"{outer}.") for outer in found):
             found.append(path)
     return [f"{part.name}.{path}" if part.name else path for path in found]
 

@@ -23,7 +23,7 @@ SETTINGS_FILES = {"model": "config.json", "adapter": "adapter_config.json", "mod
 
 # Fields of a model's config that do not change the output in eval mode; fields of dropout are harmless as well.
 HARMLESS_MODEL_FIELDS = frozenset({
-    *("_name_or_path", "_commit_hash", "transformers_version"),  # origin of the config
+    *("_name_or_path", "_commit_hash", "transformers_version", "_diffusers_version"),  # origin of the config
     *("dtype", "torch_dtype"),  # dtype to load in; the dtypes of the tensors are compared
     *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),  # additional outputs
     *("_attn_implementation", "_attn_implementation_autoset", "_experts_implementation"),  # choice of kernels

@@ -219,7 +219,7 @@ def _convert_group(
 def _lay_out_file(specs: list[Spec], known: TensorFormat, part: Part) -> Layout:
     stored = {spec.name for spec in specs} if known.holds_aliases else set()
     ties = {alias: kept for kept, *aliases in part.ties if kept in stored for alias in aliases if alias not in stored}
-    return known.lay_out_file(specs, _METADATA, ties)
+    return known.lay_out_file(specs, {**_METADATA, **part.metadata}, ties)
 
 
 LEAST_BYTES = 32 << 20  # opening the files of a smaller checkpoint on all ranks does not pay

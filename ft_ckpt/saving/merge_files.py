@@ -29,8 +29,10 @@ from ft_ckpt.formats.layout import TensorFile, TensorRecord
 from ft_ckpt.formats.registry import checkpoint_format_of
 from ft_ckpt.model.attach_adapters import attach_adapters
 from ft_ckpt.model.convert import ConvertOptions, ConvertReport, check_apart, convert_options, named_base, open_source
+from ft_ckpt.model.diffusers import model_on_file
 from ft_ckpt.model.entries import MergeChoice, Merged, finite_numbers, merge_choice
 from ft_ckpt.model.folder import JoinedFile, WeightsFolder, join_weight_files, weight_files
+from ft_ckpt.model.libraries import is_config_of_diffusers
 from ft_ckpt.model.quantised import (
     FileModel,
     QuantisedBase,
@@ -276,6 +278,10 @@ def base_on_files(place: Place, found: Place, *, dequantize: bool, in_memory: bo
     names, _ = weight_files(place.folder, "model")
     if not names or place.folder.stat("config.json") is None:
         raise LoadError(f"{found}: no model of transformers in it; name the folder of the adapter's base with base=")
+    config = json.loads(read_text(place.folder, "config.json"))
+    if is_config_of_diffusers(config):
+        file = JoinedFile([("", _open_mapped(place.folder, name)) for name in names], str(found))
+        return FileModel(model_on_file(config, file, str(found)), ())
     with local_folder(place, lambda name: "/" not in name and (dequantize or name not in names)) as folder:
         if not is_quantised_folder(folder):
             file = JoinedFile([("", _open_mapped(place.folder, name)) for name in names], str(found))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt._version import __version__
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, BaseRecord, Manifest, PartRecord
+from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE, MANIFEST_NAME, BaseRecord, Manifest, PartRecord
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.replicas import sample_elements
@@ -27,6 +27,7 @@ from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model import companions as companions
 from ft_ckpt.model.adapters import has_adapters
 from ft_ckpt.model.base_model import base_identity, common_dtype, refuse_merged
+from ft_ckpt.model.diffusers import is_diffusers, write_config
 from ft_ckpt.model.entries import MergeChoice, Part, lossy_casts, main_dtype, shared_between
 from ft_ckpt.model.parts import Attribute, parts_of
 from ft_ckpt.model.plain_module import module_text
@@ -296,11 +297,14 @@ def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str 
 
 
 def _write_companions(folder: Path, part: Part, request: SaveRequest) -> None:
-    if part.kind == "model":
+    if part.kind == "model" and is_diffusers(part.module):
+        write_config(folder, part)
+    elif part.kind == "model":
         generation = companions.generation_config(part.module, request.tokenizer, request.chat_template_name)
         companions.write_model(folder, part.module, dtype=main_dtype(part), generation=generation)
     elif part.kind == "adapter":
         how: dict[str, Any] = {"base": base_record(part, {}), "beside": part.beside, "base_id": request.base_id}
+        how["library"] = "diffusers" if part.file == DIFFUSERS_LORA_FILE else "peft"
         companions.write_adapter(folder, part.module, str(part.adapter), **how)
     else:
         shapes = {entry.name: entry.shape for entry in part.entries}

@@ -143,6 +143,8 @@ def card_facts(name: str, manifest: Manifest, base_id: str | None, adapter_confi
     relation = "adapter" if kind == "adapter" else "merge" if len(manifest.made_from) > 1 else "finetune"
     tags = (f"base_model:{relation}:{base_id}",) if base_id else ()
     library = {"adapter": "peft", "model": "transformers"}.get(str(kind))
+    if main is not None and main.is_of_diffusers:
+        library = "diffusers"
     metrics = {name: value for name, value in manifest.metrics.items() if _is_result(name, value, manifest)}
     task = _task_of(main, adapter_config)
     return CardFacts(name, library, base_id, relation if base_id else None, task, tags, metrics)

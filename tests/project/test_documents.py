@@ -22,7 +22,7 @@ import ft_ckpt
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 PARSERS = {"yaml": yaml.safe_load, "json": json.loads}
-MOST_NOT_RUN = 6
+MOST_NOT_RUN = 8
 
 QUICK = ("settings", "on-disk")
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)

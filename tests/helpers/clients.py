@@ -1,0 +1,45 @@
+"""Runs programs in the environment of tests/clients, which scripts/clients_environment makes."""
+
+import os
+import signal
+import subprocess
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+from places import ROOT, WORKERS, python_path
+
+ENVIRONMENT = Path(os.environ.get("FT_CKPT_CLIENTS", ROOT / ".venv-clients"))
+KILLED = -signal.SIGKILL
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skip a test unless the environment has these distributions."""
+    folders = [str(path) for path in ENVIRONMENT.glob("lib/python3*/site-packages")]
+    installed = {found.metadata["Name"].replace("_", "-").lower() for found in distributions(path=folders)}
+    missing = sorted({*packages} - installed)
+    return pytest.mark.skipif(bool(missing), reason=f"no {', '.join(missing)}: run scripts/clients_environment")
+
+
+def run_client(
+    worker: str, *arguments: object, ranks: int = 1, timeout: float = 900
+) -> subprocess.CompletedProcess[str]:
+    """Run `tests/workers/{worker}.py` with the environment's Python, on one rank or several."""
+    python = [str(ENVIRONMENT / "bin/python")]
+    if ranks > 1:
+        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": python_path(),
+        "PYTHONWARNINGS": "ignore",
+        "DISABLE_VERSION_CHECK": "1",  # LLaMA-Factory's, which knows older libraries
+        "USE_MODELSCOPE_HUB": "0",
+        "WANDB_DISABLED": "true",
+    }
+    command = [*python, str(WORKERS / f"{worker}.py"), *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def log_of(done: subprocess.CompletedProcess[str]) -> str:
+    """The end of what a program printed, for a failed assertion."""
+    return f"exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
