@@ -10,15 +10,14 @@ from ft_ckpt.cli.options import add_json, print_lines
 from ft_ckpt.config import human_size, parse_size
 from ft_ckpt.errors import CheckpointError, TargetError
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.mounts import MountedFrom, mount_of
 from ft_ckpt.storage.place import open_place
 from ft_ckpt.storage.trials import (
     BUCKET_NEEDS,
     FOLDER_NEEDS,
     Ability,
-    MountedFrom,
     StoreSpeed,
     measure_speed,
-    mount_of,
     try_place,
 )
 

@@ -1,9 +1,10 @@
 """Open local files: ranges and mappings, with an error when the file changes while it is open.
 
 A file that is deleted or replaced by rename stays readable through its descriptor. Truncation and writes in place are
-detected before bytes are handed out: size and modification time are compared at each read and mapping. Later changes
-do not affect copied bytes. Mapped bytes are pages of the file: truncating it after they were handed out raises SIGBUS
-at the next access, as in every program that maps files.
+detected before bytes are handed out: size and modification time are compared at each read and mapping. On a network
+file system the size alone is compared: a client's cache may show an older time for a while, and then the current one
+of an unchanged file. Later changes do not affect copied bytes. Mapped bytes are pages of the file: truncating it after
+they were handed out raises SIGBUS at the next access, as in every program that maps files.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from ft_ckpt.errors import CorruptError, UnreadableError
 from ft_ckpt.storage import libc, local_disk
+from ft_ckpt.storage.mounts import keeps_exact_times
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _MOST_AT_ONCE = 1 << 30  # bytes read in one call; Linux takes less than 2 GB
@@ -33,7 +35,7 @@ class LocalFile:
         found = os.fstat(descriptor)
         self.size_bytes, self.version = found.st_size, local_disk.file_version(found)
         self.access = local_disk.access_of(found)
-        self._known = found.st_size, found.st_mtime_ns
+        self._opened_mtime_ns = found.st_mtime_ns
         self.watch: Watch | None = None
 
     @property
@@ -68,12 +70,14 @@ class LocalFile:
         """Raise CorruptError when the file was written to or cut short since it was opened, or is closed."""
         self._refuse_closed()
         try:
-            found = os.fstat(self.descriptor)
+            status = os.fstat(self.descriptor)
         except OSError as error:
             raise self.refused("any more", error) from error
-        if (found.st_size, found.st_mtime_ns) != self._known:
+        is_resized = status.st_size != self.size_bytes
+        is_rewritten = status.st_mtime_ns != self._opened_mtime_ns
+        if is_resized or (is_rewritten and keeps_exact_times(self.descriptor)):
             raise CorruptError(
-                f"{self.path.name}: changed while it was open, {self._known[0]} bytes then and {found.st_size} now; "
+                f"{self.path.name}: changed while it was open, {self.size_bytes} bytes then and {status.st_size} now; "
                 "load it again, and replace checkpoints by renaming, never in place"
             )
 

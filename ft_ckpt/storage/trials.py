@@ -3,7 +3,6 @@
 import fcntl
 import mmap
 import os
-import re
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,40 +17,13 @@ from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_disk import PREFIX
 from ft_ckpt.storage.local_store import LocalStore, temporary_store
 from ft_ckpt.storage.locks import new_owner
+from ft_ckpt.storage.mounts import LOCAL_FILE_SYSTEMS, MountedFrom, mount_of
 from ft_ckpt.storage.read_ahead import ALIGNMENT, BLOCK_BYTES, ByteRun, new_block, read_ahead
 from ft_ckpt.storage.store import Store
 
-_TRIED_MOUNTS: set["MountedFrom"] = set()  # mounts that this process has tried
-# Buckets that are mounted as folders: files are uploaded later, in any order, and a rename copies every object.
-_BUCKET_MOUNTS = re.compile(
-    r"s3fs|mountpoint-s3|mount-s3|gcsfuse|goofys|geesefs|rclone|blobfuse2?|ossfs|cosfs|obsfs|catfs|yas3fs|s3ql"
-)
-_LOCAL_FILE_SYSTEMS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+_TRIED_MOUNTS: set[MountedFrom] = set()  # mounts that this process has tried
 TRIAL = f"{PREFIX}probe-"  # prefix of the hidden folders of trials
 _FILE, _CONTENT = "file", b"written by a trial, to be deleted" * 128  # in each of them
-
-
-@dataclass(frozen=True)
-class MountedFrom:
-    """The file system that a folder is on."""
-
-    point: str
-    kind: str  # "ext4", "nfs4", "fuse.s3fs", ...
-    source: str
-
-    @property
-    def is_bucket(self) -> bool:
-        """Whether it is a bucket that is mounted as a folder."""
-        names = (self.kind.removeprefix("fuse."), self.source.partition(":")[0])
-        return self.kind.startswith("fuse") and any(_BUCKET_MOUNTS.fullmatch(name) for name in names)
-
-    @property
-    def warning(self) -> str:
-        """Why checkpoints should not be saved to a mounted bucket, and the alternative."""
-        return (
-            f"{self.point}: a bucket, mounted by {self.kind}: files go up later and in any order, so the newest "
-            "checkpoint may be incomplete after a kill; give its URL (s3://...) instead"
-        )
 
 
 @dataclass(frozen=True)
@@ -71,22 +43,6 @@ class StoreSpeed:
     read_bytes_per_second: float
     small_files_per_second: float
     seconds_per_look: float
-
-
-def mount_of(folder: Path) -> MountedFrom | None:
-    """The file system of `folder`, which need not exist yet; None if unknown."""
-    try:
-        table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError:
-        return None
-    path, best = os.path.realpath(folder), None
-    for line in table.splitlines():
-        head, _, tail = line.partition(" - ")
-        point, (kind, source) = _unescaped(head.split(" ")[4]), tail.split(" ")[:2]
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and (best is None or len(point) >= len(best.point)):  # of two at one point the later is on top
-            best = MountedFrom(point, kind, _unescaped(source))
-    return best
 
 
 def try_place(store: Store, names: Collection[str] | None = None) -> tuple[Ability, ...]:
@@ -116,7 +72,7 @@ def refuse_unfit(folder: Path) -> None:
     Warns of a bucket that is mounted as a folder. Raises TargetError where nothing can be saved.
     """
     mount = mount_of(folder)
-    if mount is None or mount.kind in _LOCAL_FILE_SYSTEMS or mount in _TRIED_MOUNTS:
+    if mount is None or mount.kind in LOCAL_FILE_SYSTEMS or mount in _TRIED_MOUNTS:
         return
     failed = [each for each in try_place(LocalStore(folder), FOLDER_NEEDS) if not each.works]
     if failed:
@@ -160,10 +116,6 @@ def _tried(name: str, trial: Callable[[Any], str], place: Path | Store) -> Abili
     except OSError as error:
         wrong = reason_of(error)
     return Ability(name, works=not wrong, detail=wrong)
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
 # Trials. Each returns its failure, "" for none. They share one hidden folder with a file `_FILE` in it.

@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import shutil
-import subprocess
 import sys
 import warnings
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ import pytest
 from buckets import new_bucket
 from faults import save
 from faulty_stores import Wrapped
+from mounted import mounted, needs_fuse
 
 from ft_ckpt import verify
 from ft_ckpt.checkpoint.commit import check_target
@@ -21,10 +20,8 @@ from ft_ckpt.cli import main
 from ft_ckpt.errors import NoSpaceError, TargetError
 from ft_ckpt.storage import local_disk, trials
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.trials import MountedFrom, mount_of, try_place
-
-CAN_MOUNT = os.geteuid() == 0 and os.path.exists("/dev/fuse") and shutil.which("bindfs")  # noqa: PTH110
-needs_fuse = pytest.mark.skipif(not CAN_MOUNT, reason="bindfs and the right to mount")
+from ft_ckpt.storage.mounts import MountedFrom, mount_of
+from ft_ckpt.storage.trials import try_place
 
 
 def doctor(monkeypatch, capsys, place, *options):
@@ -33,20 +30,6 @@ def doctor(monkeypatch, capsys, place, *options):
     with pytest.raises(SystemExit) as ended:
         main()
     return ended.value.code or 0, capsys.readouterr().out
-
-
-@contextmanager
-def mounted(tmp_path, *options):
-    """A folder mounted through FUSE onto another, with what `options` take away."""
-    for name in ("real", "mount"):
-        (tmp_path / name).mkdir()
-    done = subprocess.run(["bindfs", *options, tmp_path / "real", tmp_path / "mount"], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
-    try:
-        yield tmp_path / "mount"
-    finally:
-        subprocess.run(["umount", "-l", tmp_path / "mount"], check=True)
 
 
 @contextmanager
@@ -135,7 +118,7 @@ def test_mounted_buckets_are_known(kind, source, is_bucket):
 
 @needs_fuse
 def test_a_real_mount_that_can_rename_is_saved_to(tmp_path, monkeypatch, capsys):
-    with mounted(tmp_path) as folder:
+    with mounted(tmp_path / "real", tmp_path / "mount") as folder:
         assert mount_of(folder / "below").kind.startswith("fuse")
         code, out = doctor(monkeypatch, capsys, folder)
         assert code == 0
@@ -147,7 +130,7 @@ def test_a_real_mount_that_can_rename_is_saved_to(tmp_path, monkeypatch, capsys)
 
 @needs_fuse
 def test_a_real_mount_that_cannot_rename_is_refused(tmp_path, monkeypatch, capsys):
-    with mounted(tmp_path, "--rename-deny") as folder:
+    with mounted(tmp_path / "real", tmp_path / "mount", "--rename-deny") as folder:
         code, out = doctor(monkeypatch, capsys, folder)
         assert code == 1
         assert "speed: cannot be measured" in out

@@ -23,7 +23,7 @@ OF_PATHS = {
 }
 
 # The floor: what a store and the fast road beside it are made of.
-STORAGE = {"direct_io", "libc", "local_disk", "local_file", "local_store", "locks", "read_ahead"}
+STORAGE = {"direct_io", "libc", "local_disk", "local_file", "local_store", "locks", "mounts", "read_ahead"}
 STORAGE |= {"scratch", "trials"}  # files for libraries that want paths; trials of a file system
 # The commit protocol of folders, its recovery and its opposite, locks of readers, and open files kept open.
 CHECKPOINT = {"commit", "delete", "guards", "open_checkpoint"}

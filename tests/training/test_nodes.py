@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 from compare import true_model
 from launch import run_cases
+from mounted import gluster_clients, needs_gluster
 from namespaces import can_mount
 from networks import SWITCH, in_network_of, running_cluster, why_no_cluster
 from s3_server import running_s3
@@ -65,6 +66,21 @@ def test_a_run_on_the_disk_of_one_node(tmp_path, before, after):
     weights = tmp_path / "weights"
     equal_to_save_pretrained({each.name: each.read_bytes() for each in weights.iterdir() if each.is_file()}, tmp_path)
     runs("take/disk", tmp_path, after)
+
+
+@needs_gluster
+@needs_mounts
+@pytest.mark.sample("2-1-1")
+@pytest.mark.parametrize(("before", "after", "cache_seconds"), [(2, 1, 1), (2, 4, 60), (4, 2, 0)])
+def test_a_run_on_a_disk_of_several_clients(tmp_path, before, after, cache_seconds):
+    """Each rank has its own client of one file system, which shows old attributes for a while."""
+    with gluster_clients(tmp_path, max(before, after) + 1, cache_seconds) as clients:
+        clients_of_ranks = json.dumps([str(client) for client in clients[:-1]])
+        runs("leave/shared", tmp_path, before, CLIENTS=clients_of_ranks)
+        for name in ("weights", "behind"):
+            files = [path for path in (clients[-1] / "run" / name).iterdir() if path.is_file()]
+            equal_to_save_pretrained({path.name: path.read_bytes() for path in files}, tmp_path)
+        runs("take/shared", tmp_path, after, CLIENTS=clients_of_ranks)
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
-"""A run on nodes that share no disk: each rank has a file system of its own at the path of the run.
+"""A run on several nodes: each rank has a file system, or a client of a shared one, of its own at the path of the run.
 
-A case is "leave/WHERE", "take/WHERE" or "cut/WHEN". WHERE: the run is in a bucket, or at the same path of every node,
-where the first one's is kept between launches. The folder SHARED, which all see, has the expected values. NODES names
-the processes that keep the namespaces of nodes, over which the ranks are spread; without it each rank is a node.
+A case is "leave/WHERE", "take/WHERE" or "cut/WHEN". WHERE: the run is in a bucket, or at the same path of every node
+("disk": disks of their own, of which the first is kept between launches; "shared": one disk, through a client on each
+node, and CLIENTS names their mounts). The folder SHARED, which all see, has the expected values. NODES names the
+processes that keep the namespaces of nodes, over which the ranks are spread; without it each rank is a node.
 """
 
 import faulthandler
@@ -11,6 +12,7 @@ import os
 import shutil
 import sys
 import time
+import uuid
 import warnings
 from contextlib import nullcontext
 from datetime import timedelta
@@ -21,7 +23,7 @@ from unittest.mock import patch
 import harness  # first: it arms the stack dump
 import pytest
 import torch.distributed as dist
-from namespaces import take_disk
+from namespaces import take_disk, take_machine_id
 from networks import LINK, address_of, cut_link, join_node
 from resume import live_model, optimizer_state, same, saver_of, train
 from safetensors.torch import load_file, save_file
@@ -35,7 +37,8 @@ SHARED = Path(os.environ["SHARED"])
 DISK = SHARED / "disk"
 NODES = json.loads(os.environ.get("NODES", "[]"))
 NODE = harness.RANK * (len(NODES) or harness.WORLD) // harness.WORLD  # the number of this rank's
-PLACES = {"bucket": "s3://bucket/run", "disk": DISK / "run"}
+CLIENTS = json.loads(os.environ.get("CLIENTS", "[]"))
+PLACES = {"bucket": "s3://bucket/run", "disk": DISK / "run", "shared": DISK / "run"}
 TOLD_OF = {  # error of each rank; None: it has all its data
     "early": ("receiving tensors of rank 1: ", "sending tensors to rank 0: "),
     "late": (None, "store of the process group has not answered"),
@@ -57,7 +60,7 @@ def leave(where: str) -> None:
     if harness.RANK == 0:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, SHARED / "truth.safetensors")
         save_file(moments, SHARED / "moments.safetensors")
-        if where == "disk":
+        if where in ("disk", "shared"):
             for name in ("weights", "behind"):
                 shutil.copytree(DISK / "run" / name, SHARED / name)
     elif where == "disk" and NODE:
@@ -122,6 +125,11 @@ if __name__ == "__main__":
             "GLOO_SOCKET_IFNAME": LINK,
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
+    elif CLIENTS:
+        take_disk(DISK, Path(CLIENTS[harness.RANK]))
+        identity = SHARED / f"boot id of node {harness.RANK}"
+        identity.write_text(f"{uuid.uuid5(uuid.NAMESPACE_DNS, str(identity))}\n")
+        take_machine_id(identity)
     else:
         take_disk(DISK, None if harness.RANK else SHARED / "disk of rank 0")
     os.environ["TMPDIR"] = str(DISK)

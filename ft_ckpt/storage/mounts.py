@@ -1,0 +1,86 @@
+"""The mounts of this machine, and what follows from the kind of a file system. Known on Linux only."""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Only this machine writes to them, so that nothing about their files is cached and out of date.
+LOCAL_FILE_SYSTEMS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+# Buckets that are mounted as folders: files are uploaded later, in any order, and a rename copies every object.
+_BUCKET_MOUNTS = re.compile(
+    r"s3fs|mountpoint-s3|mount-s3|gcsfuse|goofys|geesefs|rclone|blobfuse2?|ossfs|cosfs|obsfs|catfs|yas3fs|s3ql"
+)
+_PROCESS = Path("/proc/self")
+
+
+@dataclass(frozen=True)
+class MountedFrom:
+    """The file system that a folder is on."""
+
+    point: str
+    kind: str  # "ext4", "nfs4", "fuse.s3fs", ...
+    source: str
+
+    @property
+    def is_bucket(self) -> bool:
+        """Whether it is a bucket that is mounted as a folder."""
+        names = (self.kind.removeprefix("fuse."), self.source.partition(":")[0])
+        return self.kind.startswith("fuse") and any(_BUCKET_MOUNTS.fullmatch(name) for name in names)
+
+    @property
+    def warning(self) -> str:
+        """Why checkpoints should not be saved to a mounted bucket, and the alternative."""
+        return (
+            f"{self.point}: a bucket, mounted by {self.kind}: files go up later and in any order, so the newest "
+            "checkpoint may be incomplete after a kill; give its URL (s3://...) instead"
+        )
+
+
+def mount_of(folder: Path) -> MountedFrom | None:
+    """The file system of `folder`, which need not exist yet; None if unknown."""
+    path = os.path.realpath(folder)
+    best = None
+    for _, mount in _mounts():
+        is_inside = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
+        # Of two mounts at one point the later is on top.
+        if is_inside and (best is None or len(mount.point) >= len(best.point)):
+            best = mount
+    return best
+
+
+def keeps_exact_times(descriptor: int) -> bool:
+    """Whether the modification time of this open file changes only when it is written to.
+
+    The client of a network file system may show a cached time first and the current one later. True where the kind of
+    the file system is unknown.
+    """
+    try:
+        facts = Path(_PROCESS, "fdinfo", str(descriptor)).read_text(encoding="ascii")
+    except OSError:
+        return True
+    numbers = re.search(r"^mnt_id:\s*(\d+)$", facts, re.MULTILINE)
+    if numbers is None:
+        return True
+    for number, mount in _mounts():
+        if number == int(numbers[1]):
+            return mount.kind in LOCAL_FILE_SYSTEMS
+    return True
+
+
+def _mounts() -> Iterator[tuple[int, MountedFrom]]:
+    """The mounts with their numbers, see proc(5) on mountinfo; none where there is no such table."""
+    try:
+        table = Path(_PROCESS, "mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return
+    for line in table.splitlines():
+        before, _, after = line.partition(" - ")
+        fields = before.split(" ")
+        kind, source = after.split(" ")[:2]
+        yield int(fields[0]), MountedFrom(_unescaped(fields[4]), kind, _unescaped(source))
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
