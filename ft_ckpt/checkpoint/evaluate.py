@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -51,6 +51,7 @@ class _Evaluator(Follower):
     metric: str
     on_evaluated: Callable[[Evaluation], object]
     evaluated: int = 0
+    unfit_names: set[str] = field(default_factory=set, init=False)  # reported problems of names
 
     def visit(self, waiting: Sequence[CheckpointInfo], _infos: Sequence[CheckpointInfo]) -> None:
         for info in waiting:
@@ -80,12 +81,25 @@ class _Evaluator(Follower):
         with open_checkpoint(info.place, compares=False) as held:
             if problems := held.find_problems(deep=False):
                 raise CorruptError(listing(list(problems)))
-            found = _measure([word.replace(PATH, str(info.path)) for word in self.command], self.metric)
-            for name, value in found.items():
+            command = [word.replace(PATH, str(info.path)) for word in self.command]
+            metrics = self._without_unfit_names(_measure(command, self.metric))
+            for name, value in metrics.items():
                 write_metric(held.origin, held.manifest, name, value)
         self.evaluated += 1
         self.outages.clear()
-        self.on_evaluated(Evaluation(info.path, found, time.monotonic() - begun))
+        self.on_evaluated(Evaluation(info.path, metrics, time.monotonic() - begun))
+
+    def _without_unfit_names(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The metrics that can be stored; the others are reported, once for each name."""
+        storable = {}
+        for name, value in metrics.items():
+            try:
+                check_metric(name)
+            except ConfigError as error:
+                self.report_once(f"{error}; it is left out", self.unfit_names)
+            else:
+                storable[name] = value
+        return storable
 
 
 def evaluate_run(

@@ -61,22 +61,22 @@ class Follower(ABC):
         if failures >= _MOST_FAILURES:
             self.skip(info, error)
         else:
-            self._report_once(f"{error}; trying again", self.outages)
+            self.report_once(f"{error}; trying again", self.outages)
 
     def skip(self, info: CheckpointInfo, error: CheckpointError) -> None:
         self.settled.add(key_of(info))
         self._note_error(info, error)
-        self._report_once(f"{info.path}: skipped: {error}", self._skipped)
+        self.report_once(f"{info.path}: skipped: {error}", self._skipped)
 
     def _look(self) -> bool:
         """Visit the checkpoints that are not settled; returns whether one is new."""
         try:
             listed = list_checkpoints(self.run)
         except CheckpointError as error:
-            self._report_once(f"{error}; trying again", self.outages)
+            self.report_once(f"{error}; trying again", self.outages)
             return False
         for path, problem in listed.damaged.items():
-            self._report_once(f"{path}: skipped: {problem}", self._skipped)
+            self.report_once(f"{path}: skipped: {problem}", self._skipped)
         infos = [info for info in listed.found if not info.manifest.made_from]
         new = {key_of(info) for info in infos} - self._seen
         self._seen |= new
@@ -88,7 +88,8 @@ class Follower(ABC):
         self.errors.pop(key_of(info), None)
         self.errors[key_of(info)] = error  # the newest is the last
 
-    def _report_once(self, text: str, reported: set[str]) -> None:
+    def report_once(self, text: str, reported: set[str]) -> None:
+        """Report `text` unless it is in `reported`, and put it there."""
         if text not in reported:
             reported.add(text)
             self.on_trouble(text)

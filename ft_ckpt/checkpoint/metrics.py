@@ -39,9 +39,15 @@ def read_metrics(store: Store, manifest: Manifest) -> Mapping[str, float]:
 
 
 def check_metric(name: str) -> None:
-    """Raise ConfigError for a name that is empty or too long for the name of a mark."""
-    if not name or len(quote(name, safe="")) > _LONGEST_NAME:
-        raise ConfigError(f"metric {name!r}: expected 1 to {_LONGEST_NAME} bytes, percent-encoded")
+    """Raise ConfigError for a name that is empty, too long for the name of a mark, or has half of a surrogate pair."""
+    try:
+        stored_name = quote(name, safe="")
+    except UnicodeEncodeError:
+        raise ConfigError(f"metric {name!a}: expected text, which can be encoded in UTF-8") from None
+    if not 0 < len(stored_name) <= _LONGEST_NAME:
+        shown_name = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
+        expected = f"1 to {_LONGEST_NAME} bytes, percent-encoded"
+        raise ConfigError(f"metric {shown_name!r}: expected {expected}, but it has {len(stored_name)}")
 
 
 def write_metric(store: Store, manifest: Manifest, name: str, value: float) -> None:

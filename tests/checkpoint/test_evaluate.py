@@ -131,6 +131,16 @@ def test_what_a_command_may_print(tmp_path: Path, printed: str, expected: dict[s
     assert Watching(tmp_path / "run").go() == 0
 
 
+@pytest.mark.parametrize("name", ["", "x" * 300, "\\ud800"], ids=["empty", "long", "half a surrogate pair"])
+def test_a_name_that_cannot_be_stored_stops_nothing(run: Path, name: str) -> None:
+    watching = Watching(run, f"printf '%s' '{{\"{name}\": 2, \"score\": 0.5}}'")
+    assert watching.go() == 3
+    assert metrics(run) == {"checkpoint-1": 0.5, "checkpoint-2": 0.5, "checkpoint-3": 0.5}
+    (trouble,) = watching.troubles
+    assert trouble.startswith("metric '")
+    assert trouble.endswith("it is left out")
+
+
 @pytest.mark.parametrize(
     ("script", "reason"),
     [

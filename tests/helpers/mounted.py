@@ -70,7 +70,7 @@ def mounted(real: Path, mount: Path, *options: str) -> Iterator[Path]:
     try:
         yield mount
     finally:
-        subprocess.run(["umount", "-l", mount], check=True)
+        _unmount(mount)
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def gluster_clients(folder: Path, count: int, cache_seconds: int = 1) -> Iterato
             mount = folder / f"client-{number}"
             mount.mkdir()
             stack.enter_context(_running(folder, "client", "glusterfs", *caches, str(mount)))
-            stack.callback(subprocess.run, ["umount", "-l", mount], check=True)
+            stack.callback(_unmount, mount)
             _wait(mount.is_mount)
             clients.append(mount)
         yield clients
@@ -110,6 +110,10 @@ def _running(folder: Path, volume: str, program: str, *arguments: str) -> Iterat
     finally:
         process.terminate()
         process.wait(timeout=_START_SECONDS)
+
+
+def _unmount(mount: Path) -> None:
+    subprocess.run(["umount", "-l", mount], check=True)
 
 
 def _wait(until: Callable[[], object]) -> None:
