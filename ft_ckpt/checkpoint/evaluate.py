@@ -91,15 +91,15 @@ class _Evaluator(Follower):
 
     def _without_unfit_names(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The metrics that can be stored; the others are reported, once for each name."""
-        storable = {}
-        for name, value in metrics.items():
-            try:
-                check_metric(name)
-            except ConfigError as error:
-                self.report_once(f"{error}; it is left out", self.unfit_names)
-            else:
-                storable[name] = value
-        return storable
+        return {name: value for name, value in metrics.items() if self._is_storable(name)}
+
+    def _is_storable(self, name: str) -> bool:
+        try:
+            check_metric(name)
+        except ConfigError as error:
+            self.report_once(f"{error}; it is left out", self.unfit_names)
+            return False
+        return True
 
 
 def evaluate_run(

@@ -214,6 +214,11 @@ def _read_pickle(stream: Any, source: str, storage: _FindStorage | None, rules: 
         if storage is None or not isinstance(reference, tuple) or len(reference) not in (5, 6):
             raise CorruptError("an invalid reference to a storage")
         kind, dtype, key, _location, count, *view = reference
+        if isinstance(dtype, type) and issubclass(dtype, Passive):
+            raise LoadError(
+                f"{source}: has tensors with a {dtype.kind.rpartition('.')[2]}, which is not plain dense data; "
+                "convert these in torch (`tensor.dequantize()` for quantized ones), or leave them out"
+            )
         if kind != "storage" or type(dtype) is not str or type(key) is not str or type(count) is not int or any(view):
             raise CorruptError("an invalid reference to a storage")
         return storage(dtype, key, count)
@@ -386,8 +391,8 @@ def split_tensors(value: Any, source: str) -> tuple[dict[str, TensorPlace], list
     """
     tensors: dict[str, TensorPlace] = {}
     repeated, unreadable, skipped = [], [], []
-    for found, leaf in named_leaves(value):
-        name = found or "tensor"  # the file is one tensor, without a name
+    for path, leaf in named_leaves(value):
+        name = "tensor" if leaf is value else path
         if isinstance(leaf, TensorPlace):
             repeated += [name] if name in tensors else []
             tensors[name] = leaf

@@ -515,8 +515,9 @@ def write_converted(opened: TensorFile, place: Place, options: ConvertOptions) -
     Raises LoadError for a source without tensors.
     """
     begun, skipped = time.monotonic(), getattr(opened, "skipped", ())
-    if skipped and not opened.specs:
-        raise LoadError(f"{place.basename}: no tensors in it, only {listing(list(skipped))}")
+    if not opened.specs:
+        others = f", only {listing(list(skipped))}" if skipped else "; give a file or folder that has some"
+        raise LoadError(f"{place.basename}: no tensors in it{others}")
     with explained(options.target):
         if options.format.library is not None:
             written = _convert_by_library(opened, place, options, options.format.library)

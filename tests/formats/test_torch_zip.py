@@ -15,6 +15,7 @@ from contract_format import bytes_of, filled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opened import raw_file
+from safetensors.torch import save_file
 from seeds import examples
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -319,11 +320,42 @@ def test_tensors_inside_of_unknown_objects_are_not_left_out(tmp_path, value):
     assert not (tmp_path / "y.h5").exists()
 
 
-def test_a_conversion_of_no_tensor_is_refused(tmp_path):
-    torch.save({"step": 7, "args": argparse.Namespace()}, tmp_path / "x.pt")
-    with pytest.raises(LoadError, match=r"x\.pt: no tensors in it.*step: int"):
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [({"step": 7, "args": argparse.Namespace()}, "only step: int"), ({}, "give a file or folder that has some")],
+)
+def test_a_conversion_of_no_tensor_is_refused(tmp_path, value, reason):
+    torch.save(value, tmp_path / "x.pt")
+    with pytest.raises(LoadError, match=rf"x\.pt: no tensors in it.*{reason}"):
         convert(tmp_path / "x.pt", tmp_path / "y.h5", progress=False)
     assert not (tmp_path / "y.h5").exists()
+
+
+def test_an_empty_safetensors_file_is_not_converted(tmp_path):
+    save_file({}, tmp_path / "x.safetensors")
+    with pytest.raises(LoadError, match=r"x\.safetensors: no tensors in it"):
+        convert(tmp_path / "x.safetensors", tmp_path / "y.h5", progress=False)
+    assert not (tmp_path / "y.h5").exists()
+
+
+@pytest.mark.filterwarnings("ignore:quantize_per")
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32], ids=str)
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_quantized_tensors_of_torch_are_refused_by_name(tmp_path, dtype, is_zip):
+    quantized = torch.quantize_per_tensor(torch.ones(4), 0.5, 0, dtype)
+    torch.save({"w": quantized}, tmp_path / "x.pt", _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(LoadError, match=r"x\.pt: has tensors with a Q\w+Storage.*dequantize"):
+        convert(tmp_path / "x.pt", tmp_path / "y.h5", progress=False)
+    assert torch.equal(load(tmp_path / "x.pt")["w"].dequantize(), torch.ones(4))
+
+
+@pytest.mark.parametrize("suffix", ["h5", "safetensors"])
+def test_an_empty_name_stays_empty(tmp_path, suffix):
+    torch.save({"": torch.ones(2), "tensor": torch.zeros(2)}, tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / f"y.{suffix}", progress=False)
+    converted = load(tmp_path / f"y.{suffix}")
+    assert converted[""].tolist() == [1, 1]
+    assert converted["tensor"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("place", ["inside", "behind"])
