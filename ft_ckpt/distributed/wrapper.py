@@ -211,3 +211,10 @@ def stand_in_parameter(shape: tuple[int, ...], dtype: torch.dtype, read: Callabl
     parameter = nn.Parameter(torch.zeros((), dtype=dtype, device="cpu").expand(shape), requires_grad=False)
     setattr(parameter, _READ, read)
     return parameter
+
+
+def give_memory(tensor: Tensor) -> None:
+    """Give a stand-in memory of its own, which is not filled; other tensors have theirs."""
+    if hasattr(tensor, _READ):
+        delattr(tensor, _READ)
+        tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

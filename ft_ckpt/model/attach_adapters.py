@@ -2,11 +2,10 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing, contextmanager
-from dataclasses import is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
-from pathlib import PurePosixPath
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -17,8 +16,9 @@ from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, open_checkpoint
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.tensors import ModelTensors
+from ft_ckpt.distributed.wrapper import give_memory
 from ft_ckpt.errors import BaseMismatchError, CheckpointError, CorruptError, LoadError, listing, shown
-from ft_ckpt.formats.dtypes import dtype_name, dtype_of
+from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.tensor_file import RawFile
 from ft_ckpt.formats.torch_file import compare_sums
@@ -36,8 +36,9 @@ from ft_ckpt.model.adapters import (
 from ft_ckpt.model.base_model import differing_tensors, irreproducible, is_floating, keeps_base
 from ft_ckpt.model.diffusers import model_class as diffusers_class
 from ft_ckpt.model.entries import Entry
-from ft_ckpt.model.libraries import ADAPTER_FILE, is_config_of_diffusers
-from ft_ckpt.model.load_weights import beside_weights, read_tensors, weight_names
+from ft_ckpt.model.folder import join_weight_files
+from ft_ckpt.model.libraries import is_config_of_diffusers
+from ft_ckpt.model.load_weights import beside_weights, weight_names
 from ft_ckpt.model.pretrained import companions_here, model_class
 from ft_ckpt.model.selection import View
 from ft_ckpt.model.settings import adapter_settings
@@ -116,10 +117,7 @@ def attach_adapters(
         here = dict(base_sources(View(peft_model, ModelTensors(peft_model).sources())))
         _check_base(here, type(model).__name__, record, is_remade=True)
     with _explain_peft(held, records):
-        targets = _find_targets(View(peft_model, ModelTensors(peft_model).sources()), held, records)
-        for record in records:
-            _fill_adapter(peft_model, held, record)
-            _copy_exactly(held, record, targets[str(record.adapter)])
+        _fill_adapters(peft_model, held, records)
     _activate_adapters(peft_model, records)
     return peft_model.eval(), notes
 
@@ -175,23 +173,111 @@ def _make_adapter(model: Any, name: str, config: Any) -> Any:
     return model
 
 
-def _fill_adapter(model: Any, held: OpenCheckpoint, record: PartRecord) -> None:
+def _fill_adapters(model: Any, held: OpenCheckpoint, records: Sequence[PartRecord]) -> None:
+    """Copy the stored tensors into the adapters of `model` by name, and compare both.
+
+    Tensors that PEFT computes when it saves, such as pruned ranks, are loaded by PEFT. Raises
+    LoadError naming every tensor that does not fit, or that the live adapter has with other values.
+    """
     from peft import set_peft_model_state_dict
 
-    name = str(record.adapter)
-    _compare_torch_sums(held.store, weight_names(record))
-    is_of_peft = all(PurePosixPath(file).name.startswith(ADAPTER_FILE) for file in weight_names(record))
-    if is_of_peft and format_named(record.format).read_by_transformers:  # and by PEFT
-        with companions_here(held, record) as folder:
-            model.load_adapter(str(folder), adapter_name=name)
-        return
-    for file in weight_names(record):
-        set_peft_model_state_dict(model, _read_adapter(held.store, file), adapter_name=name)
+    live = _live_adapters(model)
+    stored = {}
+    for record in records:
+        name = str(record.adapter)
+        stored[name] = _stored_tensors(model, held, record, live.entries[name].keys())
+    targets = _find_targets(live, held, stored)
+    computed = [name for name, tensors in stored.items() if tensors.keys() - targets[name].keys()]
+    for name in computed:
+        set_peft_model_state_dict(model, dict(stored[name]), adapter_name=name)
+    if computed:
+        live = _live_adapters(model)  # PEFT has replaced layers whose ranks were pruned
+        targets = _find_targets(live, held, stored)
+    for name, sources in targets.items():
+        for tensor_name, source in sources.items():
+            _copy_exactly(source.live, stored[name][tensor_name])
+    _refuse_unfilled(live, held, stored, targets)
 
 
-def _read_adapter(store: Store, file: str) -> dict[str, Tensor]:
-    """The tensors of an adapter's weight file, by PEFT's names."""
-    return {peft_name(name, file): tensor for name, tensor in read_tensors(store, file).items()}
+@dataclass(frozen=True, eq=False)
+class _LiveAdapters:
+    """The tensors of a PeftModel by the names under which they are stored."""
+
+    entries: Mapping[str, Mapping[str, Entry]]  # of each adapter
+    base: Mapping[str, Source]
+
+
+def _live_adapters(model: Any) -> _LiveAdapters:
+    view = View(model, ModelTensors(model).sources())
+    entries = {}
+    for part in adapter_parts(view, "", "", "as_is"):
+        entries[str(part.adapter)] = {entry.name: entry for entry in part.entries}
+    base = {PREFIX + name: source for name, source in base_sources(view)}
+    base |= {source.name: source for _, source in base_sources(view)}
+    return _LiveAdapters(entries, base)
+
+
+def _stored_tensors(model: Any, held: OpenCheckpoint, record: PartRecord, expected: Set[str]) -> dict[str, Tensor]:
+    """The tensors of an adapter in its files, under the names of the live one, if they are `expected`.
+
+    An adapter of transformers 4 has names and single experts of that version, which PEFT converts.
+    PEFT would also rename names of today that look like older ones, so it gets only an adapter that
+    lacks names of the live one.
+    """
+    name, files = str(record.adapter), weight_names(record)
+    _compare_torch_sums(held.store, files)
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        with closing(join_weight_files(held.store, [file])) as opened:
+            for key, spec in opened.specs.items():
+                tensors[peft_name(key, file)] = opened.read(key).view(spec.shape)
+    missing = expected - tensors.keys()
+    if not missing:
+        return tensors
+    converted = _converted_by_peft(model, name, tensors)
+    still_missing = expected - converted.keys()
+    return converted if len(still_missing) < len(missing) else tensors
+
+
+def _converted_by_peft(model: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+    except ImportError:  # before PEFT 0.19, which converts nothing
+        return tensors
+    converted: dict[str, Tensor] = conversion.convert_peft_adapter_state_dict_for_transformers(
+        model, model.peft_config[name], dict(tensors), adapter_name=name
+    )
+    return converted
+
+
+def _refuse_unfilled(
+    live: _LiveAdapters,
+    held: OpenCheckpoint,
+    stored: Mapping[str, Mapping[str, Tensor]],
+    targets: Mapping[str, Mapping[str, Source]],
+) -> None:
+    """Raise LoadError naming the tensors of live adapters that differ from the stored ones."""
+    problems = []
+    for adapter, tensors in stored.items():
+        values = {name: source.live for name, source in targets[adapter].items()}
+        groups = dict.fromkeys(entry.group for entry in live.entries[adapter].values())
+        for group in filter(None, groups):
+            values |= group.convert({source.name: source.live for source in group.sources})
+        for name, tensor in tensors.items():
+            if not _are_equal(values[name], tensor):
+                problems.append(f"{name}: other values in adapter {adapter!r} once it is loaded")
+    if problems:
+        raise LoadError(
+            f"{listing(problems)}: expected those in {held.store.url}; use the version of PEFT that wrote the adapter"
+        )
+
+
+def _are_equal(live: Tensor, stored: Tensor) -> bool:
+    """Whether a tensor has the stored values; NaN equals NaN."""
+    values = live.detach()
+    expected = stored.to(values.device, values.dtype)
+    is_same = (values == expected) | (values.isnan() & expected.isnan())
+    return bool(is_same.all())
 
 
 def _compare_torch_sums(store: Store, names: Iterable[str]) -> None:
@@ -342,39 +428,53 @@ def _check_base(here: Mapping[str, Source], kind: str, record: PartRecord, *, is
         )
 
 
-def _find_targets(view: View, held: OpenCheckpoint, records: Sequence[PartRecord]) -> dict[str, dict[str, Source]]:
-    """By adapter, the targets of stored tensors that PEFT rounds or does not load.
+def _find_targets(
+    live: _LiveAdapters, held: OpenCheckpoint, stored: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, dict[str, Source]]:
+    """By adapter, the live tensor of each stored one, base tensors included.
 
-    They are base tensors saved with the adapter, and tensors stored in a wider dtype than that of their target. Raises
-    LoadError naming every tensor that is missing, has no target, or has another shape or kind of dtype.
+    Those that PEFT computes have none. Raises LoadError naming every tensor that is missing, has no
+    target, or has another shape or kind of dtype.
     """
-    expected = {part.adapter: part.entries for part in adapter_parts(view, "", "", "as_is")}
-    base = {PREFIX + name: source for name, source in base_sources(view)}
-    base.update({source.name: source for _, source in base_sources(view)})
-    everywhere = {tensor.name for record in records for tensor in record.tensors}
+    everywhere = {name for tensors in stored.values() for name in tensors}
     problems: list[str] = []
     targets: dict[str, dict[str, Source]] = {}
-    for record in records:
-        own = {entry.name: entry for entry in expected[record.adapter]}
-        stored = {tensor.name for tensor in record.tensors}
-        missing = own.keys() - stored - (base.keys() & everywhere)  # one of the adapters has the resized embeddings
+    for adapter, tensors in stored.items():
+        entries = live.entries[adapter]
+        # One of the adapters has the resized embeddings.
+        missing = entries.keys() - tensors.keys() - (live.base.keys() & everywhere)
         problems += [f"{name}: missing in the files" for name in sorted(missing)]
-        targets[str(record.adapter)] = {}
-        for tensor in record.tensors:
-            target = own.get(tensor.name) or base.get(tensor.name)
+        targets[adapter] = {}
+        for name, tensor in tensors.items():
+            target = entries.get(name) or live.base.get(name)
             if target is None:
-                problems.append(f"{tensor.name}: no place in the model")
+                problems.append(f"{name}: no place in the model")
                 continue
-            dtype, source = dtype_of(tensor.dtype), target.source if isinstance(target, Entry) else target
-            kinds = {(each.is_floating_point, each.is_complex) for each in (dtype, target.dtype)}
-            if tensor.shape != target.shape or len(kinds) > 1:
-                wanted = f"{dtype_name(target.dtype)} {tuple(target.shape)}"
-                problems.append(f"{tensor.name}: {tensor.dtype} {tensor.shape} in the files, expected {wanted}")
-            elif source is not None and (tensor.name not in own or not _holds_all(source.dtype, dtype)):
-                targets[str(record.adapter)][tensor.name] = source
+            if tuple(tensor.shape) != target.shape or not _are_of_one_kind(tensor.dtype, target.dtype):
+                actual = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+                expected = f"{dtype_name(target.dtype)} {tuple(target.shape)}"
+                problems.append(f"{name}: {actual} in the files, expected {expected}")
+                continue
+            source = target.source if isinstance(target, Entry) else target
+            if source is not None:
+                targets[adapter][name] = source
     if problems:
         raise LoadError(f"{listing(problems)}: the adapter in {held.store.url} does not fit this base")
     return targets
+
+
+def _are_of_one_kind(one: torch.dtype, other: torch.dtype) -> bool:
+    is_same_float = one.is_floating_point == other.is_floating_point
+    return is_same_float and one.is_complex == other.is_complex
+
+
+@torch.no_grad()
+def _copy_exactly(live: Tensor, stored: Tensor) -> None:
+    """Overwrite a tensor, in the dtype of the stored one if its own would round."""
+    give_memory(live)
+    if not _holds_all(live.dtype, stored.dtype):
+        live.data = live.data.to(stored.dtype)
+    live.copy_(stored)
 
 
 def _holds_all(live: torch.dtype, stored: torch.dtype) -> bool:
@@ -383,17 +483,6 @@ def _holds_all(live: torch.dtype, stored: torch.dtype) -> bool:
         return live == stored or torch.promote_types(live, stored) == live
     here, there = torch.finfo(live), torch.finfo(stored)
     return here.eps <= there.eps and here.max >= there.max and here.tiny <= there.tiny
-
-
-def _copy_exactly(held: OpenCheckpoint, record: PartRecord, targets: Mapping[str, Source]) -> None:
-    for file in {tensor.file for tensor in record.tensors if tensor.name in targets}:
-        stored = _read_adapter(held.store, file)
-        with torch.no_grad():
-            for name in targets.keys() & stored.keys():
-                live: Tensor = targets[name].live
-                if not _holds_all(live.dtype, stored[name].dtype):
-                    live.data = live.data.to(stored[name].dtype)
-                live.copy_(stored[name])
 
 
 def _activate_adapters(model: Any, records: Sequence[PartRecord]) -> None:

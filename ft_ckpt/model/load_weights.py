@@ -29,12 +29,6 @@ from ft_ckpt.storage.store import Store, read_text
 Weights = tuple[dict[str, Tensor], bool]  # tensors by name, and whether all are mapped
 
 
-def read_tensors(store: Store, name: str) -> dict[str, Tensor]:
-    """The tensors of a weight file by name, mapped if possible."""
-    (file,) = open_weights(store, [name])
-    return _file_tensors(file)
-
-
 def weight_names(record: PartRecord) -> list[str]:
     """The names of a part's weight files in its checkpoint."""
     return list(dict.fromkeys(tensor.file for tensor in record.tensors))
