@@ -127,6 +127,13 @@ def user_class(cls: type) -> type:
     return cls
 
 
+def shallow_copy(module: nn.Module) -> Any:
+    """A copy with the same tensors and children, of the user's class: FSDP2's needs arguments."""
+    copied: Any = object.__new__(user_class(type(module)))
+    vars(copied).update(vars(module))
+    return copied
+
+
 def is_engine_attribute(name: str, value: Any) -> bool:
     """Whether an attribute of a user's module was set by a wrapper."""
     origin = str(getattr(value, "__module__", ""))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE
 from ft_ckpt.distributed.module_state import wrapper_steps
 from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.wrappers import unwrap, user_class, walk_modules
+from ft_ckpt.distributed.wrappers import shallow_copy, unwrap, walk_modules
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing, shown
 from ft_ckpt.model.conversion import cast_entries
 from ft_ckpt.model.entries import Entry, Group, Part, unchanged_entry
@@ -315,19 +315,12 @@ def _peft_names(module: Any, state_dict: Mapping[str, Tensor], adapter: str) -> 
 
 def _with_one_adapter(module: Any, adapter: str) -> Any:
     """A shallow copy of the module with this adapter alone, and a copy of its config, which PEFT modifies."""
-    owner = copied = _shallow_copy(module)
+    owner = copied = shallow_copy(module)
     tuner = module._modules.get("base_model")
     if tuner is not None and getattr(tuner, "peft_config", None):
-        owner = _shallow_copy(tuner)
+        owner = shallow_copy(tuner)
         vars(copied)["_modules"] = {**module._modules, "base_model": owner}
     owner.peft_config = {adapter: copy.copy(module.peft_config[adapter])}
-    return copied
-
-
-def _shallow_copy(module: nn.Module) -> Any:
-    """A shallow copy, of the user's class because FSDP2's cannot be instantiated without arguments."""
-    copied: Any = object.__new__(user_class(type(module)))
-    vars(copied).update(vars(module))
     return copied
 
 
@@ -357,7 +350,7 @@ def _prompt_entries(view: View, adapter: str) -> list[Entry]:
             view.module.prompt_encoder[adapter],
             {s.name[s.name.index(inside) + len(inside) :]: full[s.name] for s in needed},
         )
-        model = _shallow_copy(view.module)  # only the copy has the rebuilt encoder
+        model = shallow_copy(view.module)  # only the copy has the rebuilt encoder
         model.__dict__["_modules"] = {**model._modules, "prompt_encoder": nn.ModuleDict({adapter: encoder})}
         with torch.no_grad():
             stored = _peft_names(model, {s.raw_name: torch.zeros(1, device="cpu") for s in others.values()}, adapter)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.distributed.source import Source
+from ft_ckpt.distributed.wrappers import shallow_copy
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.model.entries import Entry, Group, unchanged_entry
 
@@ -38,19 +39,32 @@ def converted_entries(module: Any, kept: Mapping[str, Source]) -> list[Entry]:
     kinds = {(s.shape, s.dtype) for s in kept.values()}
     empty = {kind: torch.empty(kind[0], dtype=kind[1], device="meta") for kind in kinds}
     placeholders = {name: empty[s.shape, s.dtype].detach() for name, s in kept.items()}  # one object per name
-    stored: dict[str, Tensor] = revert_weight_conversion(module, dict(placeholders))
+    described = with_whole_parameters(module, placeholders)
+    stored: dict[str, Tensor] = revert_weight_conversion(described, dict(placeholders))
     origin = {id(tensor): name for name, tensor in placeholders.items()}
     streamed = {name: origin[id(tensor)] for name, tensor in stored.items() if id(tensor) in origin}
     renamed = {*streamed.values()}
     left = [name for name in kept if name not in renamed]
     made = {name: tensor for name, tensor in stored.items() if name not in streamed}
-    group_of = _conversion_groups(module, {name: kept[name] for name in left}, made, revert_weight_conversion)
+    converted = {name: kept[name] for name in left}
+    group_of = _conversion_groups(described, converted, made, revert_weight_conversion)
     return [
         unchanged_entry(name, kept[streamed[name]])
         if name in streamed
         else Entry(name, tuple(tensor.shape), tensor.dtype, tensor.dtype, group=group_of[name])
         for name, tensor in stored.items()
     ]
+
+
+def with_whole_parameters(module: nn.Module, placeholders: Mapping[str, Tensor]) -> Any:
+    """A copy of the model that gives transformers the whole parameter of a name.
+
+    transformers asks a model for the shapes of parameters. In the model itself one may be inside a
+    PEFT layer or a wrapper, or an engine has cut or flattened it.
+    """
+    described = shallow_copy(module)
+    vars(described)["get_parameter"] = placeholders.__getitem__
+    return described
 
 
 def _conversion_groups(

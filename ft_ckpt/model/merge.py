@@ -20,7 +20,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.wrappers import is_engine_attribute, unwrap, user_class, walk_modules
+from ft_ckpt.distributed.wrappers import is_engine_attribute, shallow_copy, unwrap, user_class, walk_modules
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.formats.dtypes import all_finite, is_within
 from ft_ckpt.model.adapters import active_adapters, base_path, base_sources, base_view, has_adapters
@@ -376,8 +376,8 @@ def _kind_of_merge(place: tuple[AdaptedLayer, str] | None) -> Any:
 
 def _untied_model(module: Any) -> Any:
     """The model with a config that ties no embeddings; the live model keeps its config."""
-    untied: Any = object.__new__(user_class(type(module)))
-    untied.__dict__ = {**vars(module), "config": copy.deepcopy(module.config)}
+    untied = shallow_copy(module)
+    untied.config = copy.deepcopy(module.config)
     for config in (untied.config, *nested_configs(untied.config)):
         if getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False

@@ -24,6 +24,7 @@ from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.model.adapters import base_view, has_adapters
 from ft_ckpt.model.companions import is_quantised
+from ft_ckpt.model.conversion import with_whole_parameters
 from ft_ckpt.model.plain_module import put_at, tensor_at
 from ft_ckpt.model.pretrained import add_folder_settings, model_class, without_memory
 from ft_ckpt.model.selection import View
@@ -183,8 +184,12 @@ def model_on_files(folder: Path, file: TensorFile, *, in_memory: bool = False) -
         )
     with without_memory():
         model = cls(config)
+    # Converted tensors are read when PEFT has replaced layers of the model.
+    described = with_whole_parameters(model, model.state_dict())
     places, left = _find_places(model, file)
-    problems = [wrong for place in places for wrong in _fill_place(model, place, file, in_memory)]
+    problems: list[str] = []
+    for place in places:
+        problems += _fill_place(model, described, place, file, in_memory)
     _tie_missing(model)
     lost = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     problems += [f"{name}: not in the files" for name in lost]
@@ -256,17 +261,23 @@ def _find_places(model: Any, file: TensorFile) -> tuple[list[_FileOrigin], list[
     return found, left
 
 
-def _fill_place(model: Any, place: _FileOrigin, file: TensorFile, in_memory: bool) -> list[str]:
-    """Put mapped tensors, or stand-ins for computed ones, into the model; return a line for each that does not fit."""
+def _fill_place(model: Any, described: Any, place: _FileOrigin, file: TensorFile, in_memory: bool) -> list[str]:
+    """Put mapped tensors, or stand-ins for computed ones, into the model; a line for each misfit.
+
+    `described`: the model as `with_whole_parameters` gives it.
+    """
+
+    def read_stored(name: str) -> Tensor:
+        return file.read(name).view(file.specs[name].shape)
 
     def read_target(target: str) -> Tensor:
-        return place.convert(model, lambda name: file.read(name).view(file.specs[name].shape))[target]
+        return place.convert(described, read_stored)[target]
 
     def empty_stored(name: str) -> Tensor:
         return torch.empty(file.specs[name].shape, dtype=dtype_of(file.specs[name].dtype), device="meta")
 
     wrong = []
-    for target, empty in place.convert(model, empty_stored).items():
+    for target, empty in place.convert(described, empty_stored).items():
         live, shape = tensor_at(model, target), tuple(empty.shape)
         if live is None or tuple(live.shape) != shape:
             wrong.append(f"{target}: {shape} in the files, expected {None if live is None else tuple(live.shape)}")

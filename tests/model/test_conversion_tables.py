@@ -84,6 +84,7 @@ def differences(name: str, kind: str, folder: Path) -> dict[str, str]:
     ("name", "kind"),
     [
         ("LagunaForCausalLM", "layers"),  # names of today that PEFT renames as names of an older layout
+        ("Qwen3VLMoeForConditionalGeneration", "layers"),  # experts whose shapes transformers asks the model for
         ("Kimi_K25ForConditionalGeneration", "biases"),  # stored fused, several tensors in memory
         ("AfmoeForCausalLM", "biases"),  # a router that is replaced, whose name PEFT renames
     ],
