@@ -80,6 +80,7 @@ def small(name: str) -> PreTrainedModel | None:
         config = cls.config_class()
         for inner in nested_configs(config):
             shrink(inner)
+        cls.config_class.from_dict(config.to_dict())  # refuses what a save would refuse
         with torch.device("meta"):
             elements = cls(config).num_parameters()
         if elements > MOST_ELEMENTS:

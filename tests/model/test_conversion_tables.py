@@ -161,5 +161,5 @@ def test_what_peft_does_not_load_is_named(tmp_path, monkeypatch):
     model = trained(get_peft_model(models.build("qwen3"), config))
     CheckpointSaver().save(model, tmp_path, adapter_only=True)
     monkeypatch.setattr(peft, "set_peft_model_state_dict", lambda *_, **__: None)
-    with pytest.raises(errors.LoadError, match=r"prompt_embeddings: adapter 'default' has other values"):
+    with pytest.raises(errors.LoadError, match=r"prompt_embeddings: other values in adapter 'default'"):
         ft_ckpt.load_model(tmp_path, base=models.build("qwen3"))
