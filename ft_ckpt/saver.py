@@ -159,6 +159,7 @@ class CheckpointSaver:
                     tokenizer=self.tokenizer if tokenizer is None else tokenizer,
                     state_dict=state_dict,
                     extra_files=dict(extra_files or {}),
+                    notes=() if state_dict is not None else self._run.notes_on_weights(model),
                     **facts,
                 ),
                 self._saves.plan_follow_up(push_to=push_to, base_id=config.base_id),
@@ -290,11 +291,14 @@ class CheckpointSaver:
         a save for a signal the process exits on all ranks, see `Every.signals`.
 
         Raises ConfigError for invalid metrics and steps, and what `save_state` raises; with on_failure="warn" a failed
-        save gives a warning, and training continues.
+        save gives a warning, and training continues. If there is a schedule, the first call raises SelectionError for
+        state that the optimizers have made and that cannot be saved.
         """
         given, step = numbers_of(metrics), step_of(step)
         if not self._run.is_batch_done():
             return None
+        if not self._run.has_begun:
+            self._run.check_first_step(self._current_ranks())
         self._run.note_step(step, given)
         report = self._saves.save_if_due(given)
         if self._rehearsal is not None:

@@ -18,6 +18,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, EnumMeta
 from typing import Any
 
 import numpy as np
@@ -138,14 +139,22 @@ def flatten(
     Raises SelectionError listing the paths of values that cannot be stored. Shared lists and dicts are restored as
     separate copies.
     """
-    flattener = _Flattener(frozenset(dtypes), classes)
-    node = flattener.make_node(obj, root)
-    if flattener.refused:
+    node, leaves, refused = try_flatten(obj, dtypes, root, classes)
+    if refused:
         raise SelectionError(
-            f"{listing(flattener.refused)}. Nothing was written; convert these, or leave them out. Kept exactly are "
+            f"{listing(refused)}. Nothing was written; convert these, or leave them out. Kept exactly are "
             "plain containers, numbers, strings, bytes, numpy arrays and scalars, torch dtypes, devices and tensors"
         )
-    return node, flattener.leaves
+    return node, leaves
+
+
+def try_flatten(
+    obj: Any, dtypes: Iterable[str], root: str = "state", classes: Collection[type] = PLAIN
+) -> tuple[Node, list[Leaf], list[str]]:
+    """As `flatten`, with the paths of values that cannot be stored in place of the error."""
+    flattener = _Flattener(frozenset(dtypes), classes)
+    node = flattener.make_node(obj, root)
+    return node, flattener.leaves, flattener.refused
 
 
 @dataclass
@@ -551,11 +560,13 @@ def encode_value(value: Any, depth: int = 0) -> Any:
         return {"size" if kind is torch.Size else kind.__name__: ordered}
     if is_config(kind):
         return {"config": _encode_config(value)}
+    if issubclass(kind, Enum) and _enum_member(kind.__module__, kind.__qualname__, value.name) is value:
+        return {"enum": [kind.__module__, kind.__qualname__, value.name]}
     raise SelectionError(f"{kind.__name__} is no simple value")
 
 
 def decode_value(value: Any) -> Any:
-    """The value from the result of `encode_value`. Raises LoadError for an unknown dtype or config class."""
+    """The value from the result of `encode_value`. Raises LoadError for an unknown dtype, config or enum class."""
     if isinstance(value, list):
         return [decode_value(item) for item in value]
     if not isinstance(value, dict):
@@ -565,6 +576,8 @@ def decode_value(value: Any) -> Any:
         return {decode_value(key): decode_value(item) for key, item in content}
     if kind == "config":
         return _decode_config(content)
+    if kind == "enum":
+        return _decode_enum(content)
     decoders = {
         "float": float,
         "dtype": dtype_of,
@@ -574,6 +587,24 @@ def decode_value(value: Any) -> Any:
         "frozenset": frozenset,
     }
     return decoders[kind](decode_value(content))  # type: ignore[operator]  # each takes the encoded form of its kind
+
+
+def _enum_member(module_name: str, qualname: str, name: str) -> Any:
+    """A member of an enum class of an imported module; None if there is no such class or member."""
+    kind: Any = sys.modules.get(module_name)
+    for part in qualname.split("."):
+        kind = vars_of(kind).get(part)
+    return kind.__members__.get(name) if isinstance(kind, EnumMeta) else None
+
+
+def _decode_enum(content: Sequence[str]) -> Any:
+    module_name, qualname, name = content
+    member = _enum_member(module_name, qualname, name)
+    if member is None:
+        raise LoadError(
+            f"{module_name}.{qualname}.{name}: no such member of an enum in this process; import its module first"
+        )
+    return member
 
 
 def is_config(kind: type) -> bool:

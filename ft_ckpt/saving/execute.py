@@ -299,7 +299,7 @@ def _commit_files(job: SaveJob, files: list[FileRecord], samples: tuple[BaseSamp
     files = files + _link_second_names(plan, files, store)
     for one in plan.plans:
         check_written_files(one, store)
-    notes = _compare_outputs(request, store)
+    notes = _notes_of_save(request, store)
     handed_in, left_out = ([], []) if request.collect is None else request.collect(store)
     if compression is not None:
         files = _compress_files(files, store, compression)
@@ -325,10 +325,12 @@ def _link_second_names(plan: SavePlan, files: list[FileRecord], store: Store) ->
     return links
 
 
-def _compare_outputs(request: SaveRequest, store: Store) -> list[str]:
-    """Notes on settings that differ between ranks, and on the comparison of outputs that the request asks for."""
+def _notes_of_save(request: SaveRequest, store: Store) -> list[str]:
+    """The request's notes, and those on settings that differ between ranks and on the comparison of outputs."""
     settings = replicas.differing_settings({} if request.captured is None else request.captured.document)
-    notes = [replicas.difference_note(settings, True)] if settings else []
+    notes = [*request.notes]
+    if settings:
+        notes.append(replicas.difference_note(settings, True))
     if request.check is not None:
         with local_folder(Place(store)) as folder:
             notes.append(request.check.compare(folder))

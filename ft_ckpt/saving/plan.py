@@ -231,6 +231,7 @@ class SaveRequest:
     merged: MergeChoice | None = None  # the adapters that are merged into the base
     check: LogitsCheck | None = None  # compared with the output of the written folder before the commit
     collect: Callable[[Store], tuple[list[FileRecord], list[str]]] | None = None  # collects the writers' files in it
+    notes: tuple[str, ...] = ()  # further ones for the report and the manifest
 
 
 def request_of(config: SaverConfig, model: nn.Module, target: Place, **given: Any) -> SaveRequest:

@@ -138,6 +138,7 @@ class RunSaves:
                     protect=self._protected_paths(),
                     extra_files=extra_files or {},
                     collect=None if self.session is None else partial(self.session.collect, run.step),
+                    notes=(*run.notes_on_weights(run.model), *run.notes_on_averages()),
                 ),
                 self.plan_follow_up(prunes=True),
             )

@@ -11,9 +11,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ft_ckpt.distributed.sharding import OwnedSharding, Sharding
 from ft_ckpt.distributed.source import Source, held_source
@@ -21,19 +21,33 @@ from ft_ckpt.distributed.tensor_parallel import stands_for_another
 from ft_ckpt.distributed.tensors import source_of_tensor
 from ft_ckpt.distributed.wrappers import is_distributed, optimizer_parameter, shows_runs, state_run
 from ft_ckpt.errors import LoadError, SelectionError, listing
-from ft_ckpt.formats import pytree, safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
-from ft_ckpt.formats.pytree import PLAIN, decode_value, encode_value, flatten
+from ft_ckpt.formats.pytree import PLAIN, decode_value, encode_node
+from ft_ckpt.training.optimizer_values import (
+    Entry,
+    build_value,
+    decode_setting,
+    encode_if_plain,
+    encode_setting,
+    flatten_container,
+    is_dense,
+    pack,
+    set_setting,
+    tensors_of_entry,
+    tensors_of_value,
+    unpack,
+)
 
 Description = dict[str, Any]  # {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}
 
 _EXPERTS = ("moe", "name")  # settings by which DeepSpeed finds the ranks of an expert group in this run
+_BESIDE = "state under keys that are not parameters"
 GroupValues = tuple[dict[str, Any], Mapping[str, Any]]  # a live group, and the values described for it
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a group without its parameters: {"value": JSON} by key, None for values that cannot be saved."""
-    return {key: _encode_hyperparameter(value) for key, value in group.items() if key != "params"}
+    """The settings of a group without its parameters, by key. Raises SelectionError for one that cannot be saved."""
+    return {key: encode_setting(key, value) for key, value in group.items() if key != "params"}
 
 
 def match_groups(
@@ -75,12 +89,12 @@ def match_groups(
 
 def check_settings(groups: Iterable[GroupValues]) -> None:
     """Raise LoadError for described values whose type differs from the live group's."""
-    problems = [
-        f"{key}: {value!r:.60} in the checkpoint, {group[key]!r:.60} here"
-        for group, values in groups
-        for key, stored in values.items()
-        if key in group and not _can_replace(key, value := decode_value(stored["value"]), group[key])
-    ]
+    problems: list[str] = []
+    for group, values in groups:
+        for key, stored in values.items():
+            value = decode_setting(stored, "cpu")
+            if key in group and not _can_replace(key, value, group[key]):
+                problems.append(f"{key}: {value!r:.60} in the checkpoint, {group[key]!r:.60} here")
     if problems:
         raise LoadError(f"{listing(problems)}; resume with the optimizer of the saved run")
 
@@ -96,9 +110,11 @@ def _can_replace(key: str, value: Any, live: Any) -> bool:
 
 
 def _kind_of_setting(value: Any) -> str:
-    if isinstance(value, bool):
+    if isinstance(value, Tensor):
+        return "bool" if value.dtype == torch.bool else "number"
+    if isinstance(value, (bool, np.bool_)):
         return "bool"
-    return "number" if isinstance(value, (int, float, Tensor)) else type(value).__name__
+    return "number" if isinstance(value, (int, float, np.number)) else type(value).__name__
 
 
 def set_groups(groups: Iterable[GroupValues]) -> None:
@@ -107,7 +123,7 @@ def set_groups(groups: Iterable[GroupValues]) -> None:
         kept = _EXPERTS if group.get("moe") else ()
         for key, value in values.items():
             if key not in kept:
-                _set_hyperparameter(group, key, value)
+                set_setting(group, key, value)
 
 
 def _group_differences(
@@ -121,34 +137,6 @@ def _group_differences(
         *(f"{name}: trained here, not in the checkpoint's optimizer" for name in sorted(only_here)),
         *(f"{name}: in the checkpoint's optimizer, not trained here" for name in sorted([*lost, *only_there])),
     ]
-
-
-def _encode_hyperparameter(value: Any) -> Any:
-    """{"tensor": dtype, "value": number} or {"value": JSON of a simple value}; None for other values."""
-    if isinstance(value, Tensor) and type(value) in PLAIN and value.numel() == 1:
-        return {"tensor": dtype_name(value.dtype), "value": encode_value(value.item())}
-    return encode_if_plain(value)
-
-
-def encode_if_plain(value: Any) -> dict[str, Any] | None:
-    """{"value": JSON} of a simple value; None for other values."""
-    try:
-        return {"value": encode_value(value)}
-    except SelectionError:
-        return None
-
-
-def _set_hyperparameter(group: dict[str, Any], key: str, stored: dict[str, Any]) -> None:
-    value = decode_value(stored["value"])
-    if "tensor" not in stored:
-        group[key] = value
-    elif isinstance(group.get(key), Tensor):
-        group[key].fill_(value)  # in place: captured CUDA graphs refer to it
-    else:
-        group[key] = torch.tensor(value, dtype=dtype_of(stored["tensor"]), device="cpu")
-
-
-_MOST_BESIDE_BYTES = 1 << 20
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
@@ -170,29 +158,26 @@ def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
     for number, group in enumerate(optimizer.param_groups):
         names = [[source.name for source in owners.get(id(p), [])] for p in group["params"]]
         problems += [f"parameter {i} of group {number}: of no known model" for i, n in enumerate(names) if not n]
-        values = settings_of(group)
-        problems += [
-            f"group {number}: {key} is a {type(group[key]).__name__}" for key, v in values.items() if v is None
-        ]
-        groups.append({"params": list(chain(*names)), "values": values})
+        groups.append({"params": list(chain(*names)), "values": {} if problems else settings_of(group)})
     state: Description = {}
     for parameter in _stateful_parameters(optimizer):
         if id(parameter) not in owners:
             problems.append(f"state of a tensor of shape {list(parameter.shape)}: of no known model")
-        here = [source for source in owners.get(id(parameter), []) if not stands_for_another(source.live)]
+        sources = [source for source in owners.get(id(parameter), []) if not stands_for_another(source.live)]
+        for source in sources:
+            state[source.name] = {}
         for key, value in optimizer.state[parameter].items():
-            for source in here:
-                entry = _state_entry(value, parameter, source)
-                problem = _state_problem(value, source, parameter) if entry is not None else type(value).__name__
-                problems += [f"{source.name}: {key}: {problem}"] if problem else []
-                state.setdefault(source.name, {})[key] = entry
+            for source in sources:
+                entry, refused = _state_entry(key, value, parameter, source)
+                problems += [f"{source.name}: {problem}" for problem in refused]
+                state[source.name][key] = entry
     if problems:
         raise SelectionError(
             f"{type(optimizer).__name__}: {listing(problems)}: cannot be saved, so a run could not be resumed exactly; "
-            "use an optimizer whose state is tensors and numbers, or save without its state"
+            "use an optimizer whose state is tensors, numbers and containers of them, or save without its state"
         )
     described = {"class": type(optimizer).__name__, "groups": groups, "state": state}
-    return described | ({"beside": _describe_other_state(beside)} if (beside := _other_state(optimizer)) else {})
+    return described | ({"beside": pack(beside, _BESIDE)} if (beside := _other_state(optimizer)) else {})
 
 
 def unsaveable_state(optimizer: Any) -> list[str]:
@@ -208,10 +193,35 @@ def unsaveable_state(optimizer: Any) -> list[str]:
         further = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
         problems += [f"its state dict has {key!r} too" for key in further]
     try:
-        _describe_other_state(_other_state(optimizer))
+        pack(_other_state(optimizer), _BESIDE)
     except SelectionError as error:
         problems.append(str(error))
+    for number, group in enumerate(optimizer.param_groups):
+        problems += _unsaveable_settings(number, group)
     return problems
+
+
+def _unsaveable_settings(number: int, group: Mapping[str, Any]) -> list[str]:
+    problems: list[str] = []
+    for key, value in group.items():
+        if key == "params":
+            continue
+        try:
+            encode_setting(key, value)
+        except SelectionError as error:
+            problems.append(f"group {number}: {error}")
+    return problems
+
+
+def is_schedule_free_in_training(optimizer: Any) -> bool:
+    """Whether the optimizer has put the weights to the point where gradients are computed, instead of its average.
+
+    Schedule-free optimizers switch by `train` and `eval`, and have the mode in their groups, or as an attribute.
+    """
+    if not (callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))):
+        return False
+    modes = [group.get("train_mode", False) for group in optimizer.param_groups]
+    return True in modes or getattr(optimizer, "train_mode", False) is True
 
 
 def _inner_optimizers(optimizer: Any) -> list[str]:
@@ -235,13 +245,17 @@ def state_tensors(optimizer: Any, description: Description, found: Mapping[str, 
     for name, entries in description["state"].items():
         owner = found[name]
         state = optimizer.state.get(parameter_of(owner), {})
+        is_cut = shows_runs(owner.live) or is_distributed(owner.live)
+        is_held = is_cut and owner.local is not None and owner.local.numel() > 0
         for key, entry in entries.items():
-            if "dtype" not in entry:
-                continue
-            is_cut = _has_shape_of(entry, owner) and (shows_runs(owner.live) or is_distributed(owner.live))
-            if key not in state and is_cut and owner.local is not None and owner.local.numel() > 0:
-                missing.append(f"{name}: {key}")
-            sources[f"{name}/{key}"] = _entry_source(owner, key, entry, state.get(key))
+            tensors = tensors_of_entry(key, entry)
+            live = tensors_of_value(state[key]) if key in state else [None] * len(tensors)
+            for (label, leaf), tensor in zip(tensors, live, strict=True):
+                if tensor is None and is_held and _has_shape_of(leaf, owner):
+                    missing.append(f"{name}: {label}")
+                if f"{name}/{label}" in sources:
+                    raise SelectionError(f"{name}/{label}: the name of two tensors; rename a key of the state")
+                sources[f"{name}/{label}"] = _entry_source(owner, label, leaf, tensor)
     refuse_missing_state(optimizer, missing)
     return sources
 
@@ -284,16 +298,16 @@ def restore(
         parameter = parameter_of(found[name])
         state = fresh.setdefault(parameter, {})
         for key, entry in entries.items():
-            if "dtype" not in entry:
+            if "value" in entry:
                 state[key] = decode_value(entry["value"])
                 continue
+            tensors = tensors_of_entry(key, entry)
             if key not in state:
-                state[key] = _empty_state_tensor(entry, parameter, found[name])
-            fill(_entry_source(found[name], key, entry, state[key]))
-    beside: dict[Any, Any] = {}
-    if "beside" in description:
-        beside, device = pytree.load_object(description["beside"]["text"]), description["beside"]["device"]
-        beside = tree_map_only(Tensor, lambda tensor: tensor.to(device), beside)
+                empty = [_empty_state_tensor(leaf, parameter, found[name]) for _, leaf in tensors]
+                state[key] = build_value(entry, empty)
+            for (label, leaf), tensor in zip(tensors, tensors_of_value(state[key]), strict=True):
+                fill(_entry_source(found[name], label, leaf, tensor))
+    beside: dict[Any, Any] = unpack(description["beside"]) if "beside" in description else {}
     optimizer.state.clear()
     optimizer.state.update({**fresh, **beside})
     for name, dtype in description.get("masters", {}).items():  # of ZeRO: more exact than the half-precision weights
@@ -355,26 +369,37 @@ def _other_state(optimizer: Any) -> dict[Any, Any]:
     return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
-def _describe_other_state(state: dict[Any, Any]) -> Description:
-    leaves = flatten(state, safetensors.NAMES, "state", PLAIN)[1]
-    tensors = [leaf.data for leaf in leaves if not leaf.is_array]
-    size, devices = sum(leaf.data.nbytes for leaf in leaves), sorted({tensor.device.type for tensor in tensors})
-    if size > _MOST_BESIDE_BYTES or len(devices) > 1:
-        raise SelectionError(
-            f"{size:,} bytes of tensors on {' and '.join(devices)} under keys that are not parameters, expected "
-            f"{_MOST_BESIDE_BYTES:,} at most, on one kind of device"
-        )
-    return {"text": pytree.dump_object(state, "state"), "device": devices[0] if devices else "cpu"}
-
-
-def _state_entry(value: Any, parameter: Any, owner: Source) -> Any:
-    """Global shape, dtype and device of a tensor, or {"value": plain value}; None for anything else."""
+def _state_entry(key: Any, value: Any, parameter: Any, owner: Source) -> tuple[Entry, list[str]]:
+    """The entry of a value in the state of `parameter`, and the reasons why it cannot be saved."""
+    if type(key) is not str:
+        return {}, [f"{key!r}: a key of type {type(key).__name__}, expected str"]
     if isinstance(value, Tensor):
-        host = value.device.type == "cpu" and parameter.device.type != "cpu"
-        cut = shows_runs(owner.live) and value.dim() > 0
-        shape = list(owner.shape if cut else value.shape)
-        return {"shape": shape, "dtype": dtype_name(value.dtype), "host": host}
-    return encode_if_plain(value)
+        problem = _tensor_problem(value, owner, parameter)
+        return _tensor_entry(value, parameter, owner), [] if problem is None else [f"{key}: {problem}"]
+    plain = encode_if_plain(value)
+    if plain is not None:
+        return plain, []
+    node, leaves, problems = flatten_container(key, value)
+    entries: list[Entry] = []
+    for leaf in leaves if not problems else ():
+        entries.append(_tensor_entry(leaf.data, parameter, owner))
+        problem = _tensor_problem(leaf.data, owner, parameter)
+        problems += [] if problem is None else [f"{key}: {problem}"]
+    return {"tree": encode_node(node), "leaves": entries}, problems
+
+
+def _tensor_entry(value: Tensor, parameter: Any, owner: Source) -> Entry:
+    """Global shape, dtype, device and, if it is not that of a new tensor, the stride of a tensor."""
+    host = value.device.type == "cpu" and parameter.device.type != "cpu"
+    is_run = shows_runs(owner.live) and value.shape == parameter.shape
+    shape = list(owner.shape if is_run else value.shape)
+    entry = {"shape": shape, "dtype": dtype_name(value.dtype), "host": host}
+    if is_run or is_distributed(value) or is_distributed(parameter):
+        return entry
+    like = parameter if value.shape == parameter.shape else torch.empty(value.shape, device="meta")
+    if value.stride() != torch.empty_like(like, device="meta").stride() and is_dense(shape, value.stride()):
+        entry["stride"] = list(value.stride())
+    return entry
 
 
 def _has_shape_of(entry: Any, owner: Source) -> bool:
@@ -382,9 +407,10 @@ def _has_shape_of(entry: Any, owner: Source) -> bool:
     return bool(entry["shape"]) and tuple(entry["shape"]) == owner.shape
 
 
-def _state_problem(value: Any, source: Source, parameter: Any) -> str | None:
-    if not isinstance(value, Tensor) or is_distributed(value):
-        return None
+def _tensor_problem(value: Tensor, source: Source, parameter: Any) -> str | None:
+    if is_distributed(value):
+        is_like_parameter = value.numel() == 1 or value.shape == parameter.shape
+        return None if is_like_parameter else f"shape {list(value.shape)}, not that of the sharded parameter"
     if type(value) not in PLAIN or value.layout is not torch.strided or value.is_quantized:
         return f"{type(value).__module__}.{type(value).__qualname__}, an unsupported tensor subclass"
     is_run = shows_runs(source.live)
@@ -413,6 +439,8 @@ def _entry_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
 def _empty_state_tensor(entry: Any, parameter: Any, owner: Source) -> Tensor:
     dtype = dtype_of(entry["dtype"])
     device = torch.device("cpu") if entry["host"] else parameter.device
+    if "stride" in entry and not is_distributed(parameter) and not shows_runs(owner.live):
+        return torch.empty_strided(entry["shape"], entry["stride"], dtype=dtype, device=device).zero_()
     if _has_shape_of(entry, owner):
         return torch.zeros_like(parameter.detach(), dtype=dtype, device=None if not entry["host"] else device)
     return torch.zeros(entry["shape"], dtype=dtype, device=device)

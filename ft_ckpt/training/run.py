@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from ft_ckpt import schedule
 from ft_ckpt.config import SaverConfig
@@ -45,6 +46,7 @@ from ft_ckpt.training.items import (
     walk_run,
     zero_optimizers,
 )
+from ft_ckpt.training.optimizers import is_schedule_free_in_training
 from ft_ckpt.training.restore import Restored, RestoreReport, Unread
 from ft_ckpt.training.state import Captured, Document, StoredTensors, capture_run, local_state, tree_of_rank
 from ft_ckpt.training.triggers import ClockPoll
@@ -276,6 +278,16 @@ class TrainingRun:
         object_signatures(self.accelerator, self.registered, lambda: found)
         local_state(items, found, {})
 
+    def check_first_step(self, ranks: Ranks) -> None:
+        """Raise SelectionError after the first step for state that cannot be saved: many optimizers make it then.
+
+        Collective. Does nothing without a schedule, or if failed saves are warnings.
+        """
+        if self.config.every is None or self.config.on_failure != "raise":
+            return
+        _, error = ranks.attempt(self.check_objects)
+        ranks.agree("the first step", error=error)
+
     def capture_state(self, ranks: Ranks, versions: Mapping[str, str]) -> Captured:
         """Capture the state of the whole run, and the sources of its models. Collective. Moves nothing."""
 
@@ -426,6 +438,28 @@ class TrainingRun:
         step = self.step if step is None else step
         known = self.last_metrics if step == self.step else {}
         return {"step": step, "metrics": dict(metrics) or dict(known), "run_id": self.run_id}
+
+    def notes_on_weights(self, model: nn.Module) -> tuple[str, ...]:
+        """What a reader of the weights of `model` should know of the optimizers that train them."""
+        trained = {id(parameter) for parameter in unwrap(model).parameters()}
+        notes: list[str] = []
+        for optimizer in plain_optimizers(run_items(self.accelerator, self.registered)):
+            members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if trained & members and is_schedule_free_in_training(optimizer):
+                notes.append(
+                    f"{type(optimizer).__name__} is in train mode: the weights are the point of training, not the "
+                    "average that it is evaluated by; call optimizer.eval() before a save of weights to use"
+                )
+        return tuple(notes)
+
+    def notes_on_averages(self) -> tuple[str, ...]:
+        """Which weights the folder of a checkpoint has, if the run keeps an average of them too."""
+        models = self.models_by_item().items()
+        return tuple(
+            f"{name}: an average of the weights, kept with the training state; the folder has the weights of training"
+            for name, model in models
+            if isinstance(model, AveragedModel) and name
+        )
 
     def close(self) -> None:
         """Restore signal handlers and remove the optimizers' hooks."""

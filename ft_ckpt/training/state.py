@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ft_ckpt.checkpoint.manifest import Manifest, reader_of
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
@@ -32,7 +31,6 @@ from ft_ckpt.formats import safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.layout import Spec, TensorFile, checked_sizes
 from ft_ckpt.formats.pytree import (
-    PLAIN,
     Leaf,
     decode_node,
     decode_value,
@@ -61,6 +59,7 @@ from ft_ckpt.training.items import (
     tied_names,
     walk_run,
 )
+from ft_ckpt.training.optimizer_values import LEAVES, decode_setting, is_dense, tensors_of_entry
 from ft_ckpt.training.optimizers import Description
 
 
@@ -85,6 +84,7 @@ def merge_descriptions(descriptions: Sequence[Description]) -> Description:
     for rank, description in enumerate(descriptions):
         for name, entries in description["state"].items():
             known = state.setdefault(name, {})
+            _refuse_differing_containers(name, known, entries, rank)
             known.update({k: {**v, "rank": rank} if rank else v for k, v in entries.items() if k not in known})
     together = {**descriptions[0], "state": state}
     own = {
@@ -93,6 +93,17 @@ def merge_descriptions(descriptions: Sequence[Description]) -> Description:
         if (values := _values_of_rank(description, together))
     }
     return {**together, **({"own": own} if own else {})}
+
+
+def _refuse_differing_containers(name: str, merged: Description, entries: Description, rank: int) -> None:
+    """Raise SelectionError for a container of the state that has other tensors on `rank` than on earlier ranks."""
+    for key, entry in entries.items():
+        first: Description = merged.get(key) or entry
+        if entry.get("leaves") != first.get("leaves"):
+            raise SelectionError(
+                f"{name}: {key}: the container has other tensors on rank {rank} than on earlier ranks: it cannot be "
+                "saved; make it the same, or save without the optimizer's state"
+            )
 
 
 def description_of_rank(description: Description, rank: int) -> Description:
@@ -126,9 +137,11 @@ def _values_of_rank(one: Description, together: Description) -> Description:
         differing = {key: value for key, value in group["values"].items() if value != known["values"].get(key)}
         groups.update({str(number): differing} if differing else {})
     for name, entries in one["state"].items():
-        plain = {key: entry for key, entry in entries.items() if "dtype" not in entry}
         merged = together["state"][name]
-        differing = {key: entry for key, entry in plain.items() if entry["value"] != merged[key].get("value")}
+        differing = {}
+        for key, entry in entries.items():
+            if any(entry.get(form) != merged[key].get(form) for form in ("value", "tree")):
+                differing[key] = entry
         state.update({name: differing} if differing else {})
     return {"groups": groups, "state": state} if groups or state else {}
 
@@ -136,7 +149,6 @@ def _values_of_rank(one: Description, together: Description) -> Description:
 FOLDER, FILE, DOCUMENT_NAME = "state", "training", "training.json"
 DOCUMENT_VERSION = 1
 Document = dict[str, Any]
-_LEAVES = frozenset({*PLAIN, DTensor})
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,7 +318,7 @@ def source_of(name: str, tensor: Tensor) -> Source:
 
 def flatten_tree(value: Any, name: str, digest: bool) -> tuple[Document, list[Tensor]]:
     """The facts of a tree, and its tensors."""
-    node, leaves = flatten(value, safetensors.NAMES, name, _LEAVES)
+    node, leaves = flatten(value, safetensors.NAMES, name, LEAVES)
     tensors = [_live_leaf(leaf) for leaf in leaves]
     cut = [is_distributed(tensor) for tensor in tensors]
     facts: Document = {
@@ -532,21 +544,24 @@ def _is_below(number: str, most: int) -> bool:
 
 def _check_settings(settings: Mapping[str, Mapping[str, Any]]) -> None:
     for setting in settings.values():
-        decode_value(setting["value"])
-        if "tensor" in setting:
-            torch.tensor(decode_value(setting["value"]), dtype=dtype_of(setting["tensor"]), device="cpu")
+        decode_setting(setting, "cpu")
 
 
 def _check_entries(state: Any, ranks: int) -> None:
     for entries in _read_entries(state).values():
         for key, entry in entries.items():
-            if "dtype" not in entry:
+            if "value" in entry:
                 decode_value(entry["value"])
                 continue
-            dtype_of(entry["dtype"])
-            checked_sizes(entry["shape"])
-            if type(entry["host"]) is not bool or not _is_below(str(entry.get("rank", 0)), ranks):
-                raise CorruptError(f"{key}: {dict(entry)}")
+            tensors = tensors_of_entry(key, entry)
+            for label, leaf in tensors:
+                dtype_of(leaf["dtype"])
+                checked_sizes(leaf["shape"])
+                is_placed = type(leaf["host"]) is bool and _is_below(str(leaf.get("rank", 0)), ranks)
+                if not is_placed or not is_dense(leaf["shape"], leaf.get("stride")):
+                    raise CorruptError(f"{label}: {leaf}")
+            if "tree" in entry and {*leaf_numbers(decode_node(entry["tree"]))} != {*range(len(tensors))}:
+                raise CorruptError(f"{key}: its tree does not refer to each of its {len(tensors)} tensors")
 
 
 def _check_tensors(known: _KnownDocument, manifest: Manifest) -> None:
@@ -581,10 +596,9 @@ def _referred_tensors(known: _KnownDocument) -> Iterator[tuple[str, _Stored]]:
         if "optimizer" in entry:
             described = entry["optimizer"]
             for name, entries in described["state"].items():
-                tensors = ((key, tensor) for key, tensor in entries.items() if "dtype" in tensor)
-                yield from (
-                    (f"{item}/{name}/{key}", (tuple(tensor["shape"]), tensor["dtype"])) for key, tensor in tensors
-                )
+                for key, entry in entries.items():
+                    for label, leaf in tensors_of_entry(key, entry):
+                        yield f"{item}/{name}/{label}", (tuple(leaf["shape"]), leaf["dtype"])
             for name, dtype in described.get("masters", {}).items():
                 yield f"{item}/{name}/{_MASTER}", (None, dtype)
         elif entry.get("model") is not True:
@@ -725,7 +739,7 @@ def _cut_tensors(like: Any) -> dict[int, Tensor]:
     if like is None:
         return {}
     with suppress(SelectionError):  # its state before loading may be of any type
-        leaves = flatten(like.state_dict(), safetensors.NAMES, "state", _LEAVES)[1]
+        leaves = flatten(like.state_dict(), safetensors.NAMES, "state", LEAVES)[1]
         tensors = map(_live_leaf, leaves)
         return {index: tensor for index, tensor in enumerate(tensors) if is_distributed(tensor)}
     return {}

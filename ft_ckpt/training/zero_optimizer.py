@@ -19,6 +19,7 @@ from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import decode_value, encode_value
 from ft_ckpt.training import optimizers
+from ft_ckpt.training.optimizer_values import encode_if_plain
 from ft_ckpt.training.optimizers import Description, match_groups, set_groups, unwrap_optimizer
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -257,7 +258,7 @@ def _is_cut(value: Any, master: Tensor) -> bool:
 def _zero_state_entry(value: Any, master: Tensor, owner: Source) -> Any:
     """Shape, dtype and device of a tensor as for the parameter, or {"value": plain value}; None for other values."""
     if not isinstance(value, Tensor):
-        return optimizers.encode_if_plain(value)
+        return encode_if_plain(value)
     if _is_cut(value, master):
         return {"shape": list(owner.shape), "dtype": dtype_name(value.dtype), "host": False}
     if value.numel() != 1:

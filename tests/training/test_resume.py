@@ -261,7 +261,7 @@ def test_an_odd_optimizer_is_refused_when_the_saver_is_made(tmp_path):
     """Found out at the end of the training."""
     accelerator = prepared().accelerator
     accelerator.prepare(Odd(accelerator._models[0].parameters()))
-    with pytest.raises(SelectionError, match=r"0\.weight: odd: object"):
+    with pytest.raises(SelectionError, match=r"0\.weight: odd: builtins\.object"):
         CheckpointSaver(accelerator, tmp_path, every=Every(steps=1))
 
 

@@ -1,0 +1,138 @@
+"""Small optimizers, each with state of another form; every value of it decides on the next weights."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Parameters = Iterable[Any]
+
+
+class Norm(IntEnum):
+    LARGEST = 1
+    SQUARES = 2
+
+
+class Small(torch.optim.Optimizer):
+    """Steps by `update` of each parameter that has a gradient."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        super().__init__(parameters, {"lr": 0.05, **self.make_settings()})
+
+    def make_settings(self) -> dict[str, Any]:
+        return {}
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    change = self.update(parameter, parameter.grad, group)
+                    parameter.sub_(change.to(parameter.dtype) * float(group["lr"]))
+
+
+class Preconditioned(Small):
+    """As SOAP and Shampoo: a list with a matrix for each dimension, and None for a vector."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        state = self.state[parameter]
+        if not state:
+            state["steps"] = 0
+            state["sides"] = [torch.eye(size) for size in gradient.shape] if gradient.dim() == 2 else [None]
+            state["bases"] = [] if gradient.dim() == 1 else [torch.eye(size) for size in gradient.shape]
+        state["steps"] += 1
+        if gradient.dim() != 2:
+            return gradient.div(state["steps"])
+        state["sides"][0].lerp_(gradient @ gradient.T, 0.1)
+        state["sides"][1].lerp_(gradient.T @ gradient, 0.1)
+        state["bases"] = [torch.linalg.eigh(side)[1] for side in state["sides"]]
+        left, right = state["bases"]
+        turned = left.T @ gradient @ right
+        change: Tensor = left @ turned.sign() @ right.T
+        return change
+
+
+class Nested(Small):
+    """Dicts, tuples and queues with tensors like the parameter, tensors of one element, and plain values."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        state = self.state[parameter]
+        if not state:
+            state["moments"] = {"fast": torch.zeros_like(parameter), "slow": {"exact": None}}
+            state["recent"] = deque(maxlen=2)
+            state["flags"] = (torch.tensor([False]), torch.tensor(True), "signed")
+            state["numbers"] = {"scale": torch.zeros(1, 1, dtype=torch.float64), 0.5: [1, (2.5, None)]}
+        moments = state["moments"]
+        moments["fast"].lerp_(gradient, 0.3)
+        if moments["slow"]["exact"] is None:
+            moments["slow"]["exact"] = torch.zeros_like(parameter, dtype=torch.float64)
+        moments["slow"]["exact"].mul_(0.9).add_(gradient)
+        state["recent"].append(gradient.clone())
+        state["flags"][0].logical_not_()
+        state["numbers"]["scale"].add_(0.1)
+        state["numbers"][0.5][0] += 1
+        sign = -0.1 if state["flags"][0] else 1.0
+        scale = float(state["numbers"]["scale"]) * state["numbers"][0.5][0]
+        change: Tensor = moments["fast"] * sign + moments["slow"]["exact"] * scale + sum(state["recent"])
+        return change
+
+
+class Settings(Small):
+    """Tensors of several shapes, numbers of numpy, members of an enum and lists of tensors among a group's settings."""
+
+    def make_settings(self) -> dict[str, Any]:
+        return {
+            "d": torch.tensor([1e-6]),
+            "count": torch.zeros(1, 1, dtype=torch.int64),
+            "table": torch.arange(6.0, dtype=torch.bfloat16).view(2, 3),
+            "first": torch.tensor([True]),
+            "decay": np.float64(0.1) / 3,
+            "norm": Norm.SQUARES,
+            "sums": [torch.zeros(()), None],
+            "total": None,
+            "largest": 0.0,
+        }
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        squares: Any = gradient.square().sum()
+        squares = squares.full_tensor() if hasattr(squares, "full_tensor") else squares
+        group["d"].add_(squares if group["norm"] is Norm.SQUARES else 1.0)
+        group["count"].add_(1)
+        group["table"].mul_(1.01)
+        group["first"].fill_(False)
+        group["sums"][0].add_(1)
+        group["total"] = torch.zeros(1) if group["total"] is None else group["total"].add_(group["d"])
+        group["largest"] = torch.zeros(1, dtype=torch.float64).fill_(float(group["largest"]) + 0.5)
+        numbers = [*group["d"], *group["count"].view(-1), group["table"].sum(), group["sums"][0], *group["total"]]
+        factor = sum(map(float, numbers)) + float(group["largest"]) + float(group["decay"])
+        return gradient * (factor if not group["first"] else 0.0)
+
+
+class Turned(Small):
+    """A matrix whose elements lie in memory by columns, which decides on the last bits of products."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        state = self.state[parameter]
+        matrix = gradient.reshape(len(gradient), -1)
+        if not state:
+            state["turned"] = torch.zeros(matrix.shape[::-1]).T
+            state["pair"] = [torch.zeros(matrix.shape[::-1]).T]
+        state["turned"].add_(matrix)
+        state["pair"][0].sub_(matrix)
+        product: Tensor = state["turned"] @ (state["pair"][0].T @ matrix)
+        return product.view_as(gradient)
+
+
+SMALL: dict[str, Callable[[Parameters], Any]] = {
+    "preconditioned": Preconditioned,
+    "nested": Nested,
+    "settings": Settings,
+    "turned": Turned,
+}
