@@ -49,6 +49,7 @@ _NAMES = {  # kinds of files, with the number in the name
     "scaler": r"scaler()\.pt",
     "random": r"random_states_(\d+)\.pkl",
 }
+_MEMBERS = "param_names"  # of a group, if the optimizer was made of named parameters
 _OBJECTS = ("scheduler", "custom", "scaler")  # files of one object each
 _SHARDED = re.compile(r"pytorch_model(_fsdp)?(_\d+)?(\.bin)?|optimizer(_\d+)?|zero_to_fp32\.py|latest|mp_rank_.*")
 
@@ -213,11 +214,10 @@ def _numbered_optimizer(state: Any) -> tuple[Document, dict[str, TensorPlace]]:
                     known[key] = {"value": encode_value(value)}
         groups: list[Document] = []
         for group in state["param_groups"]:
-            plain = {key: _read_tensor(value) for key, value in group.items() if key != "param_names"}
-            groups.append({"params": [str(number) for number in group["params"]], "values": settings_of(plain)})
-    unknown = [f"group {n}: {key}" for n, one in enumerate(groups) for key, v in one["values"].items() if v is None]
-    if unknown:
-        raise LoadError(f"{listing(unknown, ', ')}: no plain values")
+            plain = {key: _read_tensor(value) for key, value in group.items() if key != _MEMBERS}
+            names = group.get(_MEMBERS)
+            described = {"params": [str(number) for number in group["params"]], "values": settings_of(plain)}
+            groups.append({**described, _MEMBERS: None if names is None else [str(name) for name in names]})
     # Steps of the optimizer: the highest count of a parameter; None if it keeps no count.
     counts = [float(_read_tensor(values["step"])) for values in state["state"].values() if "step" in values]
     return {"groups": groups, "state": entries, "steps": int(max(counts)) if counts else None}, tensors
@@ -461,7 +461,8 @@ def _fit_optimizer(item: Item, stored: Document, labels: Mapping[str, Source]) -
     Raises LoadError if groups or shapes differ.
     """
     optimizer = optimizers.unwrap_optimizer(item.value)
-    live = _names_of_groups(optimizer, labels)
+    live_groups = _live_groups(optimizer, labels)
+    live = [group["params"] for group in live_groups]
     stored_groups = [group["params"] for group in stored["groups"]]
     counts = [len(one) for one in stored_groups], [len(one) for one in live]
     if counts[0] != counts[1]:
@@ -495,21 +496,80 @@ def _fit_optimizer(item: Item, stored: Document, labels: Mapping[str, Source]) -
     ]
     if problems:
         raise LoadError(f"{listing(problems)}; give the optimizer its parameters in the order of the saved run")
+    _refuse_unproved_order(stored, live_groups, labels)
     groups = [{"params": members, "values": one["values"]} for members, one in zip(live, stored["groups"], strict=True)]
     return {"class": type(optimizer).__name__, "groups": groups, "state": state}, owners
 
 
-def _names_of_groups(optimizer: Any, labels: Mapping[str, Source]) -> list[list[str]]:
-    """The names of the parameters in each group. Raises LoadError if FSDP1 has flattened several into one."""
+def _live_groups(optimizer: Any, labels: Mapping[str, Source]) -> list[Document]:
+    """The names of the parameters and the settings of each group.
+
+    Raises LoadError if FSDP1 has flattened several into one.
+    """
     if zero_optimizer.is_zero(optimizer):
-        return [group["params"] for group in zero_optimizer.describe(optimizer, labels)["groups"]]
+        groups: list[Document] = zero_optimizer.describe(optimizer, labels)["groups"]
+        return groups
     names = optimizers.names_of(optimizer, labels)
     if [len(members) for members in names] != [len(group["params"]) for group in optimizer.param_groups]:
         raise LoadError(
             "the folder has parameters by their order, and FSDP1 has put several into one here; resume with "
             "use_orig_params=True or under another wrapper"
         )
-    return names
+    pairs = zip(names, optimizer.param_groups, strict=True)
+    return [{"params": members, "values": settings_of(group)} for members, group in pairs]
+
+
+def _refuse_unproved_order(stored: Document, live: list[Document], labels: Mapping[str, Source]) -> None:
+    """Raise LoadError for groups that may be in another order than in the folder, which has parameters by number.
+
+    The names in the folder, the shapes of its state or the settings of the groups prove the order.
+    """
+    problems: list[str] = []
+    groups = stored["groups"]
+    for number, group in enumerate(groups):
+        if group[_MEMBERS] is not None:
+            problems += _other_names(number, group[_MEMBERS], live[number]["params"])
+            continue
+        for other in range(number):
+            may_be_exchanged = _fits(group, live[other], stored["state"], labels)
+            may_be_exchanged = may_be_exchanged and _fits(groups[other], live[number], stored["state"], labels)
+            in_order = _agree(group, live[number]) and _agree(groups[other], live[other])
+            exchanged = _agree(group, live[other]) and _agree(groups[other], live[number])
+            if may_be_exchanged and (exchanged or not in_order):
+                problems.append(f"groups {other} and {number}: neither shapes nor settings tell them apart")
+    if problems:
+        raise LoadError(
+            f"{listing(problems)}; the saved run may have had its groups in another order: load the folder with "
+            "accelerator.load_state, then saver.save_state()"
+        )
+
+
+def _fits(group: Document, live: Document, state: Document, labels: Mapping[str, Source]) -> bool:
+    """Whether the shapes in the folder allow a group to be that of these live parameters."""
+    if len(group["params"]) != len(live["params"]):
+        return False
+    for number, name in zip(group["params"], live["params"], strict=True):
+        shapes = [tuple(entry.get("shape", ())) for entry in state.get(number, {}).values()]
+        if any(len(shape) == len(labels[name].shape) and shape != labels[name].shape for shape in shapes):
+            return False
+    return True
+
+
+def _other_names(number: int, stored: list[str], live: list[str]) -> list[str]:
+    """The first name of a group that is another one here."""
+    for before, now in zip(stored, live, strict=True):
+        bare = before.replace("_orig_mod.", "")
+        if now.rpartition(":")[2] not in (before, bare, bare.removeprefix("module.")):
+            return [f"group {number}: {before} in the folder, {now} here"]
+    return []
+
+
+def _agree(stored: Document, live: Document) -> bool:
+    """Whether a group of the folder has the settings of a live one, but for a rate that a scheduler changes."""
+    keys = stored["values"].keys() & live["values"].keys()
+    if "initial_lr" in keys:
+        keys -= {"lr"}
+    return all(stored["values"][key] == live["values"][key] for key in keys)
 
 
 def _steps_done(foreign: Document, accelerator: Any, ranks: int) -> tuple[int, list[str]]:

@@ -213,3 +213,58 @@ def test_sharded_and_unfinished_folders_are_refused_with_what_to_do(saved, tmp_p
             saver.resume(tmp_path / "sharded")
         with pytest.raises(LoadError, match=r"no model.safetensors.*incomplete"):
             saver.resume(tmp_path / "unfinished")
+
+
+def layers_of(order, decays=(0.1, 0.1), rates=(0.1, 0.1), *, named=False, momentum=0.9, last=3, schedule=True):
+    """A run of two layers, each a group of the optimizer, in this order; one step is done."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, last))
+    groups = []
+    for number in order:
+        pairs = [(f"{number}.{name}", parameter) for name, parameter in model[number].named_parameters()]
+        members = pairs if named else [parameter for _, parameter in pairs]
+        groups.append({"params": members, "weight_decay": decays[number], "lr": rates[number]})
+    optimizer = torch.optim.SGD(groups, momentum=momentum)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9 if schedule else 1.0)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    model(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    scheduler.step()
+    return accelerator, model, optimizer
+
+
+NOT_TOLD = "groups 0 and 1: neither shapes nor settings tell them apart"
+ORDERS = {
+    "decays": ({"decays": (0.0, 0.1)}, NOT_TOLD),
+    "rates": ({"rates": (0.1, 0.2)}, NOT_TOLD),
+    "shapes": ({"last": 2}, r"momentum_buffer has shape \[3, 3\], the parameter \[2, 3\]"),
+    "decays, without moments": ({"decays": (0.0, 0.1), "last": 2, "momentum": 0.0}, NOT_TOLD),
+    "names": ({"named": True}, "group 0: 0.weight in the folder, 1.weight here"),
+}
+ALLOWED = ["data"]
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_groups_in_another_order_are_refused(tmp_path, case):
+    """The moments were exchanged without a word."""
+    settings, words = ORDERS[case]
+    accelerator, _, optimizer = layers_of((0, 1), **settings)
+    accelerator.save_state(str(tmp_path))
+    other, *_ = layers_of((1, 0), **settings)
+    with CheckpointSaver(other, **QUIET) as saver, pytest.raises(LoadError, match=words):
+        saver.resume(tmp_path, allow=ALLOWED)
+    again, _, resumed = layers_of((0, 1), **settings)
+    with CheckpointSaver(again, **QUIET) as saver:
+        saver.resume(tmp_path, allow=ALLOWED)
+    for before, after in zip(optimizer.param_groups, resumed.param_groups, strict=True):
+        for one, two in zip(before["params"], after["params"], strict=True):
+            moments = [each.state[p].get("momentum_buffer") for each, p in ((optimizer, one), (resumed, two))]
+            assert moments == [None, None] or torch.equal(*moments)
+
+
+def test_groups_that_nothing_tells_apart_are_refused(tmp_path):
+    accelerator, *_ = layers_of((0, 1))
+    accelerator.save_state(str(tmp_path))
+    with CheckpointSaver(layers_of((0, 1))[0], **QUIET) as saver, pytest.raises(LoadError, match=NOT_TOLD):
+        saver.resume(tmp_path, allow=ALLOWED)
