@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from ft_ckpt import CheckpointSaver, Every
 from ft_ckpt.config import make_config
@@ -34,6 +35,7 @@ from ft_ckpt.training.data_position import DataPosition
 
 _OURS = ("state_dict", "optimizer_states", "lr_schedulers")  # stored by ft_ckpt itself
 _ARGUMENTS = "hyper_parameters"  # arguments of the module's constructor: any objects, not needed by a resume
+_CURRENT, _AVERAGING = "current_model_state", "averaging_state"  # where averaging callbacks put weights and counts
 _EPOCH, _BATCH = "epoch_progress", "epoch_loop.batch_progress"
 
 
@@ -50,7 +52,11 @@ class LightningState:
         """The current values. Raises SelectionError if a hook has put tensors into state_dict that are not live."""
         made = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         module = self._trainer.lightning_module
-        live, stored = module.state_dict(keep_vars=True), made["state_dict"].items()
+        weights = made["state_dict"]
+        if averaging_callbacks(self._trainer):  # the average is in their place; it is an item of the run
+            weights = made.pop(_CURRENT, weights)
+            made.pop(_AVERAGING, None)
+        live, stored = module.state_dict(keep_vars=True), weights.items()
         # Only parameters and buffers are compared: get_extra_state returns a new object of any type at each call.
         own = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
         names = {name for name, _ in own}
@@ -69,7 +75,10 @@ class LightningState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the values by Lightning's own functions."""
         connector, module = self._trainer._checkpoint_connector, self._trainer.lightning_module
-        connector._loaded_checkpoint = {**state, "state_dict": module.state_dict()}
+        checkpoint = {**state, "state_dict": module.state_dict()}
+        for callback in averaging_callbacks(self._trainer):  # both are restored: it is given what it has
+            callback.on_save_checkpoint(self._trainer, module, checkpoint)
+        connector._loaded_checkpoint = checkpoint
         try:
             module.on_load_checkpoint(connector._loaded_checkpoint)
             connector.restore_datamodule()
@@ -79,6 +88,11 @@ class LightningState:
         finally:
             connector._loaded_checkpoint = {}
         self._trainer._logger_connector._callback_metrics.update(state["metrics"])
+
+
+def averaging_callbacks(trainer: Any) -> list[Any]:
+    """The callbacks that keep an average of the weights, such as Lightning's WeightAveraging."""
+    return [each for each in trainer.callbacks if isinstance(getattr(each, "_average_model", None), AveragedModel)]
 
 
 class FedLoader:
@@ -223,10 +237,14 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         _set_handlers({number: before[number] for number in self._handlers})
         self._state = LightningState(trainer)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        series = {"optimizer": trainer.optimizers, "scheduler": schedulers}
+        averaging = averaging_callbacks(trainer)
+        averages = [callback._average_model for callback in averaging]
+        series = {"optimizer": trainer.optimizers, "scheduler": schedulers, "average": averages}
         objects = {f"{kind}_{n}" if n else kind: one for kind, some in series.items() for n, one in enumerate(some)}
         self._saver.register(model=trainer.strategy.model, **objects, lightning=self._state)
         self._feed(trainer)
+        for callback in averaging:
+            self._save_before_end_of(callback)
         if self._saver.resume(self._resume, allow=self._allow).resumed_from is not None:
             self._random = rng.capture_generators()
 
@@ -240,8 +258,8 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
             self._limit, trainer.limit_val_batches = trainer.limit_val_batches, 0
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save the last step."""
-        if self._saver is None or self._state is None:
+        """Save the last step, unless it was saved before a callback has put its average into the model."""
+        if self._saver is None or self._state is None or self._state.is_over:
             return
         self._state.is_over = True
         for loader in self._loaders if trainer.is_last_batch else ():
@@ -277,6 +295,16 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
 
         strategy.process_dataloader = process_dataloader
 
+    def _save_before_end_of(self, averaging: Any) -> None:
+        """Let the last step be saved before the callback puts its average into the model at the end of training."""
+        put_average = averaging.on_train_end
+
+        def on_train_end(trainer: Any, pl_module: Any) -> None:
+            self.on_train_end(trainer, pl_module)
+            put_average(trainer, pl_module)
+
+        averaging.on_train_end = on_train_end
+
     def _before_batch(self, trainer: Any) -> None:
         """Between two batches: report the last step, or, just after a resume, restore random state and limit."""
         if self._random is None:
@@ -295,6 +323,8 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
     def _forget(self, trainer: Any) -> None:
         if self._saver is not None:
             del trainer.strategy.process_dataloader
+            for callback in averaging_callbacks(trainer):
+                del callback.on_train_end
         if self._random is not None and self._limit is not None:
             trainer.limit_val_batches = self._limit
         self._saver, self._state, self._random, self._limit, self._loaders = None, None, None, None, []

@@ -7,6 +7,7 @@ import pytest
 import torch
 from launch import run_cases
 from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from lightnings import Counted, Kill, Stream, loader, module, ours, run, trainer
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -187,6 +188,51 @@ def test_extra_state_of_a_module(tmp_path, kind):
     again.counter = Counter(kind)
     run(ours(tmp_path, max_epochs=1), again, loader())
     assert again.counter.count == 7
+
+
+class Pooled(WeightAveraging):
+    """The mean of the weights after every second step and every epoch."""
+
+    def should_update(self, step_idx=None, epoch_idx=None):
+        return epoch_idx is not None or step_idx % 2 == 1
+
+
+AVERAGES = {
+    "mean": WeightAveraging,
+    "moving": lambda: EMAWeightAveraging(decay=0.5, update_starting_at_step=2, use_buffers=False),
+    "by steps and epochs": Pooled,
+}
+
+
+@pytest.mark.sample("moving")
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_averages_of_the_weights(tmp_path, kind):
+    """Both weights come back: those of training, and the average, by which validation measures and which stays."""
+    checked = loader(shuffle=False)
+    whole, callback = module(), AVERAGES[kind]()
+    expected = run(trainer([callback]), whole, loader(), checked)
+    first = run(ours(tmp_path, [AVERAGES[kind](), Kill(5)]), module(), loader(), checked)
+    second = run(ours(tmp_path, [AVERAGES[kind](), Kill(7)]), module(1), loader(), checked)
+    again, resumed = module(1), AVERAGES[kind]()
+    reports = []
+    made = ours(tmp_path, [resumed], own={"on_saved": reports.append})
+    assert first + second + run(made, again, loader(), checked) == expected
+    average, other = callback._average_model.state_dict(), resumed._average_model.state_dict()
+    assert average["n_averaged"] == other["n_averaged"] > 0
+    assert all(torch.equal(average[key], other[key]) for key in average)
+    live, final = whole.state_dict(), again.state_dict()
+    assert all(torch.equal(live[key], final[key]) for key in live)
+    assert any("the folder has the weights of training" in note for note in reports[-1].notes)
+    stored = load_file(tmp_path / "checkpoint-14" / "model.safetensors")
+    assert not torch.equal(stored["model.embed_tokens.weight"], again.net.model.embed_tokens.weight)
+
+
+def test_an_averaged_run_that_goes_on_for_longer(tmp_path):
+    """The end of training puts the average into the model, and is not what a longer run goes on from."""
+    expected = run(trainer([WeightAveraging()], max_epochs=3), module(), loader())
+    own = {"every": Every(steps=1000)}
+    first = run(ours(tmp_path, [WeightAveraging()], own=own), module(), loader())
+    assert first + run(ours(tmp_path, [WeightAveraging()], own=own, max_epochs=3), module(1), loader()) == expected
 
 
 class Averaging(Callback):
