@@ -221,6 +221,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         if trainer.fast_dev_run:
             return
         _refuse_strategy(trainer)
+        _refuse_callbacks(trainer)
         if trainer.ckpt_path is not None and self._resume not in ("never", False):
             raise ConfigError(
                 f"ckpt_path={trainer.ckpt_path!r}: both Lightning and ft_ckpt would restore the run; leave it out, or "
@@ -339,6 +340,16 @@ def _refuse_strategy(trainer: Any) -> None:
             f"{type(trainer.strategy).__name__}: expected a single device or DDP; shard a model in a loop of your own, "
             "with CheckpointSaver, which supports FSDP, ZeRO and tensor parallelism"
         )
+
+
+def _refuse_callbacks(trainer: Any) -> None:
+    """Raise ConfigError for a callback that replaces the schedulers during training: a resume would have the first."""
+    for callback in trainer.callbacks:
+        if any(kind.__name__ == "StochasticWeightAveraging" for kind in type(callback).__mro__):
+            raise ConfigError(
+                f"{type(callback).__name__}: replaces the scheduler during training, so that a run could not be "
+                "resumed exactly; average by WeightAveraging, with the schedule in configure_optimizers"
+            )
 
 
 def _refuse_unsized(loader: Any, limit: Any) -> None:

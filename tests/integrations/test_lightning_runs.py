@@ -7,7 +7,7 @@ import pytest
 import torch
 from launch import run_cases
 from lightning.pytorch import Callback, LightningDataModule
-from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lightnings import Counted, Kill, Stream, loader, module, ours, run, trainer
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -245,6 +245,8 @@ def test_what_cannot_be_kept_is_refused(tmp_path):
         run(ours(tmp_path), module(), loader(Stream(), shuffle=False))
     with pytest.raises(SelectionError, match=r"net\..*: put into the checkpoint's state_dict by an on_save_checkpoint"):
         run(ours(tmp_path, [Averaging()]), module(), loader())
+    with pytest.raises(ConfigError, match="StochasticWeightAveraging: replaces the scheduler"):
+        run(ours(tmp_path, [StochasticWeightAveraging(0.01)]), module(), loader())
     two = module()
     two.other = module().net
     with pytest.raises(SelectionError, match="net, other: 2 models in Tuned; say whose weights"):
