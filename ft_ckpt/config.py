@@ -84,6 +84,9 @@ class SaverConfig:
     "read", except for small ranges in a bucket, which rank 0 reads for all."""
     store_options: Mapping[str, Any] | None = field(default=None, repr=False)  # may have secret keys
     """Options of the client of a URL's object store, as for `ft_ckpt.open_place`."""
+    lease: bool = True
+    """One process at a time trains into the directory: a second one gets an error that names the first. False: no lease
+    is taken or looked at, and checkpoints may be of either."""
     staging: str | os.PathLike[str] | None = None
     """A local folder for this run alone: checkpoints for a bucket are committed there and uploaded during training; a
     run resumes from the newest of both places."""
@@ -272,6 +275,7 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
             "a multiple of 4096 (for unbuffered writes), at least 65536",
         ),
         ("name_template", _is_template, "{step} or {epoch}, no other field, no slash, no dot at the beginning"),
+        ("lease", lambda takes: isinstance(takes, bool), "True or False"),
         ("staging", _is_local_folder, "a folder of this machine, or None"),
         ("publish", _is_publish_goal, "a server's URL, several, or a mapping of url=, after_resume= and publish's"),
         ("base_id", lambda name: without_secrets(name or "") == (name or ""), "a name without key, password or token"),

@@ -97,6 +97,10 @@ class NameTakenError(TargetError, FileExistsError):
     """A write that must create a new object found that the name is taken."""
 
 
+class LeaseTakenError(TargetError):
+    """Another process trains into the directory of the run."""
+
+
 class ManifestError(CheckpointError, ValueError):
     """A manifest that is malformed or was written by a newer ft_ckpt."""
 

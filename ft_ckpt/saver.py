@@ -141,6 +141,8 @@ class CheckpointSaver:
         facts = self._run.facts_of_save(step, numbers_of(metrics))
         model = model_inside(model)
         self._pending.wait_for_save()
+        if path is None and step is not None:  # into the directory of the run
+            self._saves.take_lease()
         asked = MergeRequest(merged, base, dequantize, check)
         others = {"adapter_only": adapter_only, "attribute": attribute, "state_dict": state_dict}
         attribute = self.config.attribute if attribute is None else attribute
@@ -358,6 +360,7 @@ class CheckpointSaver:
         of the run were overwritten by then, `step`, `remaining` and saves raise LoadError until a resume succeeds.
         """
         self._pending.wait_for_save()
+        self._saves.take_lease()
         self.register(**objects)
         late = not (self._run.has_begun or allow)  # items that may stay unrestored must not get data of damaged files
         mode, verify = parse_mode(checkpoint), self.config.verify_resume
@@ -395,7 +398,8 @@ class CheckpointSaver:
     def _end_use(self, *, save: bool) -> None:
         """Save the last step if asked, and release everything even on an error."""
         with ExitStack() as stack:
-            stack.callback(self._saves.end_follow_up, wait=save)  # runs last: a background save starts it
+            stack.callback(self._saves.end_lease)  # runs last: uploads are of this run, too
+            stack.callback(self._saves.end_follow_up, wait=save)  # a background save starts it
             stack.callback(self._saves.end_session)  # after a save in the background, which waits for the writers
             stack.callback(self._pending.close)
             stack.callback(self._run.close)

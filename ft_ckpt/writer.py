@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.checkpoint.catalog import load_manifest
-from ft_ckpt.checkpoint.guards import BEAT_SECONDS, mark_holder, may_live, put_mark, read_mark, store_time
+from ft_ckpt.checkpoint.leases import ExclusiveLease, mark_holder, may_live, read_mark, store_time
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.session import (
     HANDED,
@@ -103,7 +103,7 @@ class Writer:
         self._room = room_of(self.run.folder)
         self._lock, self._over = threading.RLock(), threading.Event()
         self._session = self._await_session(session, timeout_seconds)
-        self._join()
+        self._lease = self._join()
         self._provided: tuple[Callable[[], Any] | None, Callable[[], Files] | None] | None = None
         self._handed: set[int] = set()
         self._reason = ""
@@ -203,8 +203,7 @@ class Writer:
         self._end("closed")
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        with suppress(CheckpointError):
-            self._room.delete([mark_of(self._session, self.name)])
+        self._lease.release()
 
     def __enter__(self) -> "Writer":
         return self
@@ -230,17 +229,20 @@ class Writer:
                 )
             time.sleep(next(pause))
 
-    def _join(self) -> None:
+    def _join(self) -> ExclusiveLease:
         mark = mark_of(self._session, self.name)
+        lease = ExclusiveLease(self._room, mark)
         try:
-            put_mark(self._room, mark, create_only=True)
+            lease.put(create_only=True)
         except NameTakenError:
             found = self._room.stat(mark)
             if found is not None and may_live(self._room, found, store_time(self._room)):
                 raise WriterError(
                     f"{self.run}: writer {self.name} is {mark_holder(self._room, mark)}; use another name"
                 ) from None
-            put_mark(self._room, mark)
+            lease.put()
+        lease.begin()
+        return lease
 
     def _mine(self, parts: Sequence[str], rule: Rule) -> list[str]:
         if self._group is None:
@@ -266,6 +268,7 @@ class Writer:
             if not self._over.is_set():
                 self._reason = reason
                 self._over.set()
+        self._lease.stop()
 
     def _refuse_over(self) -> None:
         if self._over.is_set():
@@ -274,9 +277,9 @@ class Writer:
             )
 
     def _watch(self) -> None:
-        """Follow the session: renew this writer's mark, and hand in what is provided when the trainer asks."""
+        """Follow the session, and hand in what is provided when the trainer asks."""
         pause, version = pauses(self._room), ""
-        renewed = looked = time.monotonic()
+        looked = time.monotonic()
         while not self._over.wait(next(pause)):
             now = time.monotonic()
             try:
@@ -285,9 +288,6 @@ class Writer:
                     if locks.is_gone(read_mark(self._room, SESSION)):
                         self._end("the trainer's process has ended")
                         return
-                if now > renewed + BEAT_SECONDS:
-                    renewed = now
-                    put_mark(self._room, mark_of(self._session, self.name))
                 seen = self._room.stat(SESSION)
                 if seen is None or seen.version != version:
                     self._session = self._current() or self._session

@@ -22,22 +22,16 @@ from functools import partial
 from ft_ckpt.checkpoint.catalog import load_manifest
 from ft_ckpt.checkpoint.delete import Removal, manifest_files, without_state
 from ft_ckpt.checkpoint.guards import (
-    LEASE,
     PIN,
     SAVING,
     SIGNED,
-    STALE_SECONDS,
     TOMBSTONE,
     clear_spent_mark,
     is_mark,
     living_marks,
-    mark_holder,
-    may_live,
-    own_mark,
     pin_reason,
-    put_mark,
-    read_mark,
 )
+from ft_ckpt.checkpoint.leases import LEASE, STALE_SECONDS, mark_holder, may_live, new_mark, put_mark, read_mark
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
 from ft_ckpt.checkpoint.metrics import METRIC
 from ft_ckpt.storage.local_disk import ABANDONED_SECONDS, PREFIX
@@ -117,7 +111,7 @@ def _remove_files(
     """The five steps. `seen`: the version of the manifest that was read, None without one; `touch` deletes or replaces
     it. `spent`: marks to delete as well; None for all except that of a save.
     """
-    begun, tombstone = time.monotonic(), own_mark(f"{TOMBSTONE}-")
+    begun, tombstone = time.monotonic(), new_mark(f"{TOMBSTONE}-")
     put_mark(store, tombstone, files=[{"path": path} for path in sorted(doomed)])
     listed = {each.name: each for each in store.list()}
     why = _obstacles(store, listed, tombstone, seen, guarded=touch is not None)

@@ -4,9 +4,7 @@ Every operation on a checkpoint in a bucket first puts a mark and then lists the
 operations at least one sees the other's mark. A removal gives way: it deletes its tombstone when it sees a pin, a
 lease, a save, or another removal. All others wait until the removal is over, and list again.
 
-A mark is valid for ten minutes after it was last renewed, by the clock of the store (the time of the reader's new
-mark). On the machine of its process it is valid only while the process lives. Pins, metrics and signatures do not
-expire.
+`leases` says how long a mark is valid. Pins, metrics and signatures do not expire.
 """
 
 import getpass
@@ -14,21 +12,29 @@ import json
 import os
 import secrets
 import socket
-import threading
 import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from ft_ckpt.checkpoint.catalog import load_manifest
+from ft_ckpt.checkpoint.leases import (
+    LEASE,
+    STALE_SECONDS,
+    ExclusiveLease,
+    Lease,
+    mark_holder,
+    may_live,
+    new_mark,
+    read_mark,
+    store_time,
+)
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import (
     CheckpointError,
-    MissingError,
     NameTakenError,
     NotACheckpointError,
     TargetError,
@@ -36,67 +42,20 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.storage import locks
 from ft_ckpt.storage.local_disk import PREFIX, list_names
-from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.local_store import LocalStore, folder_of
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.store import Store, Stored, read_text
+from ft_ckpt.storage.store import Store, Stored
 
 PIN = f"{PREFIX}pin"
 SIGNED = f"{PREFIX}signature"  # in a bucket: a signature and the manifest that it covers, see `transfer.signatures`
-LEASE = f"{PREFIX}lease-"  # prefix of the names
 SAVING = f"{PREFIX}saving"  # a save to a bucket in progress
 TOMBSTONE = f"{PREFIX}dropped"  # lists the files to delete; in a bucket, prefix of the names
-CLOCK = f"{PREFIX}clock-"  # prefix of objects that are written to read the store's clock
-BEAT_SECONDS, STALE_SECONDS = 60.0, 600.0
-_MARK_LIMIT_BYTES = 64 << 10
 _POLL_SECONDS, _PATIENCE_SECONDS = 0.2, 60.0  # waiting for a removal, which takes a few requests
-
-
-def read_mark(store: Store, name: str) -> dict[str, Any]:
-    """The JSON object in a mark; empty when it is incomplete because its writer died."""
-    try:
-        found = json.loads(read_text(store, name, _MARK_LIMIT_BYTES))
-    except (CheckpointError, RecursionError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def mark_holder(store: Store, name: str) -> str:
-    """The process that put a mark, for messages."""
-    found = read_mark(store, name)
-    return f"process {found.get('pid')} on {found.get('host')}" if found else name.removeprefix(LEASE)
-
-
-def put_mark(store: Store, name: str, *, create_only: bool = False, **facts: Any) -> None:
-    """Put a mark with the identity of this process, and `facts`. Raises TargetError."""
-    store.write(name, json.dumps({**locks.process_facts(), **facts}).encode(), create_only=create_only)
-
-
-def store_time(store: Store) -> float:
-    """The time of the store's clock in unix seconds, from an object that is written there. Raises TargetError."""
-    clock = own_mark(CLOCK)
-    put_mark(store, clock)
-    try:
-        found = store.stat(clock)
-    finally:
-        store.delete([clock])
-    if found is None:
-        raise UnreadableError(f"{store.where(clock)}: disappeared after it was written; does another tool delete here?")
-    return found.modified
-
-
-def own_mark(kind: str) -> str:
-    """A new name for a mark of this process, with the prefix `kind`."""
-    return kind + locks.new_owner()
 
 
 def is_mark(name: str) -> bool:
     """Whether an object directly in a checkpoint's folder is a mark."""
     return name.startswith(PREFIX) and "/" not in name
-
-
-def may_live(store: Store, mark: Stored, now: float) -> bool:
-    """Whether the process of a mark may be alive; `now`: unix seconds of the store's clock."""
-    return mark.modified > now - STALE_SECONDS and not locks.is_gone(read_mark(store, mark.name))
 
 
 def living_marks(store: Store, listed: Iterable[Stored], kind: str, now: float) -> list[str]:
@@ -123,41 +82,21 @@ def settled_list(store: Store, own: str | None) -> list[Stored]:
 
 @contextmanager
 def lease_in_bucket(store: Store) -> Iterator[str | None]:
-    """Put a lease on the checkpoint in `store`, renew it each minute, delete it after the block; yields its name.
+    """Hold a lease on the checkpoint in `store` during the block; yields its name.
 
     None without write access: such a reader cannot prevent a deletion.
     """
-    name = own_mark(LEASE)
+    lease = Lease(store, new_mark(LEASE))
     try:
-        put_mark(store, name)
+        lease.put()
     except CheckpointError:
         yield None
         return
+    lease.begin()
     try:
-        with renewed(lambda: put_mark(store, name)):
-            yield name
+        yield lease.name
     finally:
-        with suppress(CheckpointError):  # it expires in ten minutes
-            store.delete([name])
-
-
-@contextmanager
-def renewed(renew: Callable[[], object]) -> Iterator[None]:
-    """Call `renew` each minute in a thread while the block runs; its errors are ignored."""
-    over = threading.Event()
-
-    def beat() -> None:
-        while not over.wait(BEAT_SECONDS):
-            with suppress(CheckpointError, OSError):
-                renew()
-
-    beats = threading.Thread(target=beat, name="ft_ckpt-lease", daemon=True)
-    beats.start()
-    try:
-        yield
-    finally:
-        over.set()
-        beats.join()
+        lease.release()
 
 
 def pin(path: str | os.PathLike[str] | Place, reason: str = "") -> None:
@@ -223,18 +162,15 @@ def hold_lease(path: str | os.PathLike[str] | Place) -> Iterator[str | None]:
         with lease_in_bucket(store) as name:
             yield name
         return
-    held = _take_lease(store.folder)
-    if held is None:
+    lease = _take_lease(store)
+    if lease is None:
         yield None
         return
-    file, handle = held
+    lease.begin()
     try:
-        with renewed(lambda: os.utime(handle)):
-            yield None
+        yield None
     finally:
-        os.close(handle)
-        with suppress(OSError):
-            file.unlink(missing_ok=True)
+        lease.release()
 
 
 def lease_reasons(path: str | os.PathLike[str]) -> tuple[str, ...]:
@@ -243,25 +179,47 @@ def lease_reasons(path: str | os.PathLike[str]) -> tuple[str, ...]:
     return tuple(f"in use by {mark_holder(store, file.name)}" for file in _lease_files(store.folder) if _is_held(file))
 
 
-def _take_lease(path: Path) -> tuple[Path, int] | None:
-    """The file of a new lease and its handle, which keeps the lock if a save moves the file."""
-    file = path / f"{LEASE}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+@dataclass(eq=False)
+class _FileLease(Lease):
+    """A lease on a checkpoint on a disk: a locked file, kept open, as a save may move the folder aside."""
+
+    handle: int = -1
+
+    def put(self, *, create_only: bool = True) -> None:
+        """Create the file. Raises OSError."""
+        file = folder_of(self.store) / self.name
+        self.handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        machine = None
+        with suppress(BlockingIOError):  # another process checks the new lease at this moment: only its age counts then
+            machine = locks.machine_id() if locks.lock_descriptor(self.handle) else None
+        identity = {"host": socket.gethostname(), "pid": os.getpid(), "machine": machine}
+        with suppress(OSError):  # on a full disk it stays empty, and only its age counts
+            os.write(self.handle, json.dumps(identity).encode())
+
+    def renew(self) -> None:
+        os.utime(self.handle)
+
+    def release(self) -> None:
+        self.stop()
+        os.close(self.handle)
+        with suppress(OSError):
+            (folder_of(self.store) / self.name).unlink(missing_ok=True)
+
+
+def _take_lease(store: LocalStore) -> _FileLease | None:
+    """A new lease on the checkpoint in `store`; None without one, and if its folder cannot be written."""
+    path = store.folder
+    lease = _FileLease(store, f"{LEASE}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         if not (path / MANIFEST_NAME).is_file():
             return None
         for old in _lease_files(path):
             if not _is_held(old):
                 old.unlink(missing_ok=True)
-        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        lease.put()
     except OSError:
         return None
-    machine = None
-    with suppress(BlockingIOError):  # another process checks the new lease at this moment: then only its age counts
-        machine = locks.machine_id() if locks.lock_descriptor(handle) else None
-    facts = {"host": socket.gethostname(), "pid": os.getpid(), "machine": machine}
-    with suppress(OSError):  # on a full disk it stays empty, and only its age counts
-        os.write(handle, json.dumps(facts).encode())
-    return file, handle
+    return lease
 
 
 def _lease_files(path: Path) -> list[Path]:
@@ -286,36 +244,21 @@ def clear_spent_mark(store: Store) -> bool:
 
 
 @dataclass(eq=False)
-class SaveMark:
+class SaveMark(ExclusiveLease):
     """The mark of one save in the folder `store`, held until `release`."""
 
-    store: Store
-    run_id: str | None
-    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    name: str = SAVING
+    run_id: str | None = None
     cleared: bool = False  # everything in the folder is of this save, or of dead ones that it took over
-    _over: threading.Event = field(default_factory=threading.Event)
-    _beats: threading.Thread | None = None
-
-    @property
-    def is_held(self) -> bool:
-        return self._beats is not None and not self._over.is_set()
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether no other save has taken the folder over. Raises UnreadableError if the mark cannot be read now."""
-        try:
-            return self.token.encode() in self.store.read(SAVING)
-        except MissingError:
-            return False
 
     def take(self) -> None:
         """Put the mark, replacing that of a dead save or of this run. Raises TargetError while another is alive."""
         try:
-            put_mark(self.store, SAVING, create_only=True, **self._facts)
+            self.put(create_only=True)
         except NameTakenError:
             if not self.is_ours:  # otherwise the response of our own write was lost
                 self._take_over()
-        self._begin_beats()
+        self.begin()
 
     def take_after_look(self) -> None:
         """As `take`, in a store without conditional writes: checks for a mark first.
@@ -323,16 +266,16 @@ class SaveMark:
         Two saves that check at the same moment both continue; `check` refuses the one whose mark was replaced.
         """
         if self.store.stat(SAVING) is None:
-            put_mark(self.store, SAVING, **self._facts)
+            self.put()
         else:
             self._take_over()
-        self._begin_beats()
+        self.begin()
 
     def declare_clear(self) -> None:
         """Record in the mark that no foreign files are in the folder, for the cleanup after a crash."""
         if not self.cleared:
             self.cleared = True
-            put_mark(self.store, SAVING, **self._facts)
+            self.put()
 
     def check(self) -> None:
         """Raise TargetError when another save has taken the folder over."""
@@ -342,25 +285,9 @@ class SaveMark:
                 "nothing was committed"
             )
 
-    def release(self) -> None:
-        """Stop renewing the mark and delete it, if it is still ours."""
-        self.stop()
-        with suppress(CheckpointError):  # otherwise it expires in ten minutes
-            if self.is_ours:
-                self.store.delete([SAVING])
-
-    def stop(self) -> None:
-        self._over.set()
-        if self._beats is not None:
-            self._beats.join()
-
     @property
-    def _facts(self) -> dict[str, Any]:
-        return {"run_id": self.run_id, "token": self.token, "cleared": self.cleared}
-
-    def _begin_beats(self) -> None:
-        self._beats = threading.Thread(target=self._renew, name="ft_ckpt-saving", daemon=True)
-        self._beats.start()
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts, "run_id": self.run_id, "cleared": self.cleared}
 
     def _take_over(self) -> None:
         found = read_mark(self.store, SAVING)
@@ -371,16 +298,9 @@ class SaveMark:
                 "minutes ago; use another name, or try again then"
             )
         self.cleared = bool(found.get("cleared"))
-        put_mark(self.store, SAVING, **self._facts)
+        self.put()
         self.check()
 
     def _is_alive(self) -> bool:
         now, mark = store_time(self.store), self.store.stat(SAVING)
         return mark is not None and may_live(self.store, mark, now)
-
-    def _renew(self) -> None:
-        while not self._over.wait(BEAT_SECONDS):
-            with suppress(CheckpointError):
-                if not self.is_ours:
-                    return
-                put_mark(self.store, SAVING, **self._facts)

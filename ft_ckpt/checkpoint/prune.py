@@ -29,7 +29,8 @@ from ft_ckpt.checkpoint.delete import (
     unfinished_deletions,
     without_state,
 )
-from ft_ckpt.checkpoint.guards import CLOCK, is_mark, may_live, store_time
+from ft_ckpt.checkpoint.guards import is_mark
+from ft_ckpt.checkpoint.leases import CLOCK, may_live, store_time
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, parse_time
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import CheckpointError, ConfigError, NoSpaceError, UnreadableError

@@ -23,7 +23,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 
 from ft_ckpt.checkpoint.catalog import load_manifest
-from ft_ckpt.checkpoint.guards import mark_holder, may_live, put_mark, read_mark, renewed, store_time
+from ft_ckpt.checkpoint.leases import mark_holder, may_live, put_mark, read_mark, renewed, store_time
 from ft_ckpt.checkpoint.manifest import FieldError, Manifest, reader_of
 from ft_ckpt.errors import CheckpointError, ConfigError, NameTakenError, TargetError, WriterError, listing
 from ft_ckpt.messages import LOG

@@ -17,7 +17,8 @@ from ft_ckpt.checkpoint.bucket_delete import files_of_save
 from ft_ckpt.checkpoint.catalog import next_number
 from ft_ckpt.checkpoint.commit import recover_target
 from ft_ckpt.checkpoint.delete import manifest_files
-from ft_ckpt.checkpoint.guards import LEASE, PIN, SAVING, TOMBSTONE, SaveMark, clear_spent_mark, is_mark, settled_list
+from ft_ckpt.checkpoint.guards import PIN, SAVING, TOMBSTONE, SaveMark, clear_spent_mark, is_mark, settled_list
+from ft_ckpt.checkpoint.leases import LEASE
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, check_paths, manifest_to_json
 from ft_ckpt.errors import CorruptError, NameTakenError, TargetError, listing
 from ft_ckpt.storage.digests import SMALL_BYTES, FileRecord, read_record
@@ -176,7 +177,7 @@ def open_object_staging(
     belong to no checkpoint are in the way.
     """
     store = beside.within(name)
-    mark = SaveMark(store, run_id)
+    mark = SaveMark(store, run_id=run_id)
     mark.take()
     try:
         clear_folder(store, settled_list(store, SAVING), mark, overwrite=overwrite)

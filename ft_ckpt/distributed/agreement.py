@@ -15,9 +15,10 @@ from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from ft_ckpt import errors
-from ft_ckpt.errors import CheckpointError, NoSpaceError, RankError, RanksDisagreeError
+from ft_ckpt.errors import CheckpointError, LeaseTakenError, NoSpaceError, RankError, RanksDisagreeError
 
 ADVICE = "call it on every rank, not under `if accelerator.is_main_process`, and with the same arguments"
+_OF_ALL_RANKS = (LeaseTakenError, NoSpaceError)  # on which all ranks decide alike what to do; else a RankError
 Values = Sequence[Mapping[str, Any]]  # of all ranks, in rank order; equal values are one object
 Verdict = dict[str, Any]
 
@@ -37,22 +38,23 @@ def value_of_leader(values: Values) -> Any:
 
 
 def error_facts(error: BaseException | None) -> dict[str, Any]:
-    """The error for other ranks: its text, and whether a disk is full."""
+    """The error for other ranks: its text, and the class that they raise."""
     if error is None:
-        return {"error": None, "full": False}
+        return {"error": None, "raises": RankError.__name__}
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    return {"error": text, "full": isinstance(error, NoSpaceError)}
+    kind = type(error) if isinstance(error, _OF_ALL_RANKS) else RankError
+    return {"error": text, "raises": kind.__name__}
 
 
 def failure_of_rank(rank: int, error: BaseException) -> Verdict:
     """The verdict that a failed rank leaves for the others."""
     facts = error_facts(error)
-    return _refusal(NoSpaceError if facts["full"] else RankError, f"rank {rank} failed: {facts['error']}")
+    return _refusal(facts["raises"], f"rank {rank} failed: {facts['error']}")
 
 
 def disagreement(problem: str) -> Verdict:
     """The verdict that ranks made different calls or passed different values."""
-    return _refusal(RanksDisagreeError, problem)
+    return _refusal(RanksDisagreeError.__name__, problem)
 
 
 def verdict_on(values: Values, decide: Callable[[Values], Any]) -> Verdict:
@@ -61,7 +63,7 @@ def verdict_on(values: Values, decide: Callable[[Values], Any]) -> Verdict:
         return {"problem": None, "result": json.loads(json.dumps(decide(values)))}  # as other ranks read it
     except Exception as error:  # noqa: BLE001 - raised on every rank
         kind = type(error) if isinstance(error, CheckpointError) else RankError
-        return _refusal(kind, error_facts(error)["error"])
+        return _refusal(kind.__name__, error_facts(error)["error"])
 
 
 def judge_entries(
@@ -78,8 +80,8 @@ def judge_entries(
     failed = [rank for rank, entry in entries.items() if entry["error"] is not None]
     if failed:
         text = "; ".join(f"rank {rank}: {entries[rank]['error']}" for rank in failed[:4])
-        kind = NoSpaceError if all(entries[rank]["full"] for rank in failed) else RankError
-        return _refusal(kind, f"{what} failed: {text}")
+        kinds = {entries[rank]["raises"] for rank in failed}
+        return _refusal(kinds.pop() if len(kinds) == 1 else RankError.__name__, f"{what} failed: {text}")
     differing = [difference for name in same if (difference := _field_difference(name, list(entries.values())))]
     return disagreement(f"{what}: ranks disagree: {'; '.join(differing)}") if differing else None
 
@@ -109,8 +111,8 @@ def rank_numbers(ranks: Sequence[int]) -> str:
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
 
 
-def _refusal(kind: type[CheckpointError], problem: str) -> Verdict:
-    return {"problem": problem, "kind": kind.__name__}
+def _refusal(kind: str, problem: str) -> Verdict:
+    return {"problem": problem, "kind": kind}
 
 
 def _field_difference(name: str, entries: list[dict[str, Any]]) -> str | None:

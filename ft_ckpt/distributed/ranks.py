@@ -94,8 +94,8 @@ class Ranks:
         `what` names the call in errors. The result should not grow with the number of ranks, because every rank reads
         it. `decide` may take long: rank 0 reports meanwhile that it is alive. The fields named in `same` must be equal
         on all ranks. Raises this rank's own `error` unchanged; on the other ranks RankError naming the rank that
-        failed, or NoSpaceError; on all ranks the error of `decide`; RanksDisagreeError if values differ, or if a rank
-        does not call it within `timeout_seconds` (default: the object's) or can no longer call it.
+        failed, NoSpaceError or LeaseTakenError; on all ranks the error of `decide`; RanksDisagreeError if values
+        differ, or if a rank does not call it within `timeout_seconds` (default: the object's) or can no longer call it.
         """
         if self.size == 1:
             if error is not None:
@@ -142,7 +142,10 @@ class Ranks:
         return result, error
 
     def check_peers(self) -> None:
-        """Raise the failure of another rank: NoSpaceError, or RankError naming it. Cheap enough for any loop."""
+        """Raise the failure of another rank: NoSpaceError, LeaseTakenError, or RankError naming it.
+
+        Cheap enough for any loop.
+        """
         now = time.monotonic()
         if self.size > 1 and now >= self.polled_at + max(_POLL_SECONDS, self.size / _POLLS_PER_SECOND):
             self.polled_at = now
@@ -231,7 +234,7 @@ class Ranks:
                 self._forget_spent()  # all have arrived, so this rank's receive slots are used
             return verdict
         # Rank 0 may still arrive: it must not count this entry as the presence of this rank.
-        own = {"what": what, "value": {}, "error": f"gave up after {limit:g} s", "full": False}
+        own = {"what": what, "value": {}, "error": f"gave up after {limit:g} s", "raises": RankError.__name__}
         self._put_value(f"{self.rounds}/{self.rank}", own)
         found = "rank 0 came and then fell silent" if arrived else f"rank(s) 0 did not enter {what}"
         return agreement.disagreement(f"{what}: {found} within {limit:g} s; {ADVICE}")
@@ -311,12 +314,13 @@ _by_itself: ContextVar[bool] = ContextVar("_by_itself", default=False)
 _shared: dict[tuple[Any, str], Ranks] = {}  # by process group, kept alive so that its id is not reused, and channel
 
 
-def current_ranks(timeout_seconds: float = 600.0, channel: str = "") -> Ranks:
+def current_ranks(timeout_seconds: float = 600.0, channel: str = "", *, needs_group: bool = False) -> Ranks:
     """The ranks of the default process group, or one rank when there is none.
 
     One object per process group and `channel`: its count of rounds must be the same on every rank and for every saver.
     A channel is for one thread, and separates its agreements from those of other threads. Raises RanksDisagreeError in
-    a process that was launched as one of several and has no process group.
+    a process that was launched as one of several and has no process group; with `needs_group` also if only the number
+    of processes shows it.
     """
     import torch.distributed as dist
 
@@ -324,7 +328,7 @@ def current_ranks(timeout_seconds: float = 600.0, channel: str = "") -> Ranks:
     if _by_itself.get():
         return alone
     if not (dist.is_available() and dist.is_initialized()):
-        _refuse_split_brain()
+        _refuse_split_brain(needs_group)
         return alone
     if dist.get_world_size() == 1:
         return alone
@@ -352,10 +356,10 @@ def by_itself() -> Iterator[None]:
         _by_itself.reset(token)
 
 
-def _refuse_split_brain() -> None:
+def _refuse_split_brain(needs_group: bool) -> None:
     """Raise if this is one of several launched processes without a process group: all would write the same folder."""
     launched = os.environ.get("WORLD_SIZE", "1")
-    if launched.isdigit() and int(launched) > 1 and "RANK" in os.environ:
+    if launched.isdigit() and int(launched) > 1 and (needs_group or "RANK" in os.environ):
         raise RanksDisagreeError(
             f"WORLD_SIZE={launched} in the environment, but this process has no process group: every rank would take "
             "itself for the only one. Use Accelerator(cpu=True) or ACCELERATE_USE_CPU=true on a machine without "

@@ -305,6 +305,8 @@ def _commit_files(job: SaveJob, files: list[FileRecord], samples: tuple[BaseSamp
         files = _compress_files(files, store, compression)
     manifest = _manifest_of_job(job, [*files, *job.companions, *handed_in], samples, [*notes, *left_out])
     size_bytes = stored_bytes(store, manifest)
+    if request.check_lease is not None:
+        request.check_lease()
     staging.commit(manifest)
     return {
         "kind": manifest.kind,

@@ -232,6 +232,7 @@ class SaveRequest:
     check: LogitsCheck | None = None  # compared with the output of the written folder before the commit
     collect: Callable[[Store], tuple[list[FileRecord], list[str]]] | None = None  # collects the writers' files in it
     notes: tuple[str, ...] = ()  # further ones for the report and the manifest
+    check_lease: Callable[[], None] | None = None  # raises if another process has taken the run's directory over
 
 
 def request_of(config: SaverConfig, model: nn.Module, target: Place, **given: Any) -> SaveRequest:

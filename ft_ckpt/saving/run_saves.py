@@ -1,5 +1,6 @@
 """The saves of a run: scheduled ones, the last one, and those that the script requests."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,11 +11,12 @@ from typing import Any, TypeVar
 from ft_ckpt.checkpoint.catalog import damage_of, list_checkpoints, load_manifest, manifest_text, parse_manifest
 from ft_ckpt.checkpoint.open_checkpoint import text_identity
 from ft_ckpt.checkpoint.prune import prune_after_save
+from ft_ckpt.checkpoint.run_lease import RunLease, lease_run
 from ft_ckpt.checkpoint.run_places import RunPlaces
 from ft_ckpt.checkpoint.session import LastCheckpoint, OpenSession, open_session, parts_of
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
-from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, listing
+from ft_ckpt.errors import CheckpointError, ConfigError, LeaseTakenError, TargetError, listing
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.model.parts import is_adapter_run
 from ft_ckpt.saving.background import PendingSave, SaveRunner, as_in_training
@@ -49,10 +51,51 @@ class RunSaves:
     invited: tuple[Mapping[str, bool], float] | None = None  # the writers, and seconds to wait for them
     session: OpenSession | None = None  # of the writers, on rank 0
     last_saved: Place | None = None  # the last checkpoint that this process saved, on rank 0
+    lease: RunLease | None = None  # of the directory, on rank 0
+    leased_in: int | None = None  # the process that has it; on every rank the id of its own process
 
     def close(self) -> None:
         """Refuse later saves."""
         self.is_closed = True
+
+    def take_lease(self) -> None:
+        """Take the lease of the run's directory, for the first save or resume. Collective.
+
+        A directory that cannot be written now gets no lease: the save says so itself. Raises LeaseTakenError naming
+        another process that trains into the directory, RanksDisagreeError if this process has no group of its ranks.
+        """
+        directory, config = self.places.directory, self.run.config
+        is_exempt = self.is_rehearsal or self.is_closed or not config.lease
+        if directory is None or is_exempt or self.leased_in == os.getpid():
+            return
+        ranks = current_ranks(config.enter_timeout_seconds, needs_group=True)
+
+        def take_on_leader() -> bool:
+            if not ranks.is_main:
+                return False
+            try:
+                self.lease = lease_run(directory, self)
+            except LeaseTakenError:
+                raise
+            except CheckpointError as error:
+                LOG.warning("%s: no lease of it, so other processes may train into it, too: %s", directory, error)
+            return self.lease is not None
+
+        is_taken, error = ranks.attempt(take_on_leader)
+        verdict = ranks.agree("the lease of the run", {"taken": is_taken}, error)
+        if verdict.result["taken"]:
+            self.leased_in = os.getpid()
+
+    def check_lease(self) -> None:
+        """On rank 0: raise LeaseTakenError if another process has taken the directory over."""
+        if self.lease is not None:
+            self.lease.check()
+
+    def end_lease(self) -> None:
+        """Release the lease, unless another saver of this process uses it."""
+        if self.lease is not None:
+            self.lease.leave(self)
+        self.lease = self.leased_in = None
 
     def save_if_due(self, metrics: dict[str, float]) -> SaveReport | PendingSave | None:
         """Save if `every` asks for it; after a save on a signal the process exits (SystemExit)."""
@@ -114,6 +157,7 @@ class RunSaves:
         if self.follow_up.publisher is not None:
             run.published = self.follow_up.publisher.version or run.published
         try:
+            self.take_lease()
             if self.invited is not None:  # first: the writers prepare their files meanwhile
                 self._ask_writers()
             captured = run.capture_state(self._current_ranks(), library_versions())
@@ -139,6 +183,7 @@ class RunSaves:
                     extra_files=extra_files or {},
                     collect=None if self.session is None else partial(self.session.collect, run.step),
                     notes=(*run.notes_on_weights(run.model), *run.notes_on_averages()),
+                    check_lease=self.check_lease,
                 ),
                 self.plan_follow_up(prunes=True),
             )
@@ -174,6 +219,8 @@ class RunSaves:
             # A rehearsal runs one script several times in one folder, on purpose.
             is_run = path is None and has_state and not self.is_rehearsal
             refuse_replacing(target, has_state, self.run.own_ids if is_run else None)
+            if path is None:
+                self.check_lease()
         return target.absolute
 
     def plan_follow_up(
@@ -313,7 +360,7 @@ class RunSaves:
         try:
             return action()
         except CheckpointError as error:
-            if self.run.config.on_failure == "raise":
+            if self.run.config.on_failure == "raise" or isinstance(error, LeaseTakenError):
                 raise
             warn(f"step {self.run.step}: no checkpoint was made, training goes on: {error}", stacklevel=5)
             return None

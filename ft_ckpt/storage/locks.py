@@ -117,9 +117,8 @@ def process_facts() -> dict[str, Any]:
 
 def is_gone(facts: Mapping[str, Any]) -> bool:
     """Whether the process of these `process_facts` has ended; False if unknown, as for one of another machine."""
-    mine, pid = process_facts(), facts.get("pid")
-    is_local = all(facts.get(name) == mine[name] for name in ("host", "machine", "namespace"))
-    if not is_local or None in mine.values() or not isinstance(pid, int) or pid < 1:
+    pid = facts.get("pid")
+    if not is_local(facts) or not isinstance(pid, int) or pid < 1:
         return False
     try:
         os.kill(pid, 0)
@@ -128,6 +127,18 @@ def is_gone(facts: Mapping[str, Any]) -> bool:
     except (OSError, OverflowError):  # another user's
         pass
     return _start_time(pid) not in (None, facts.get("started"))
+
+
+def is_local(facts: Mapping[str, Any]) -> bool:
+    """Whether these `process_facts` are of a process that this one could see; False if unknown."""
+    identity = process_facts()
+    same = all(facts.get(name) == identity[name] for name in ("host", "machine", "namespace"))
+    return same and None not in identity.values()
+
+
+def steady_seconds() -> float:
+    """Seconds since the boot of the machine, equal for all its processes; they go on while it is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _start_time(pid: int) -> str | None:

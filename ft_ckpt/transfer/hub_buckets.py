@@ -122,7 +122,7 @@ def _send_once(content: _Content, goal: Place, *, overwrite: bool, shown: bool, 
     if not (overwrite or same) and (found is not None or goal.is_object):
         raise NameTakenError(f"{goal}: is there already; give another place, or overwrite=True (--force)")
     shown = shown and is_worth_showing(size_bytes)
-    mark = SaveMark(store, f"copy of {content_identity(manifest)}")
+    mark = SaveMark(store, run_id=f"copy of {content_identity(manifest)}")
     mark.take_after_look()
     try:
         listed = settled_list(store, SAVING)

@@ -82,7 +82,7 @@ def test_weights_saved_within_a_run_are_its_newest_and_no_rule_deletes_them(tmp_
     for loss in (3.0, 4.0):
         saver.step({"loss": loss})
         saver.save_state(metrics={"loss": loss})
-    assert {path.name for path in tmp_path.iterdir()} == {"final", "checkpoint-4", "checkpoint-5"}
+    assert {path.name for path in tmp_path.glob("[!.]*")} == {"final", "checkpoint-4", "checkpoint-5"}
     assert saver_of(tmp_path).resume().step == 5
     bare = CheckpointSaver(None, tmp_path / "bare")
     bare.save(nn.Linear(1, 1), tmp_path / "bare" / "final")
@@ -188,7 +188,7 @@ def epochs(folder, losses, stop=None):
 def test_train_evaluate_save_keep_the_best(tmp_path, recwarn):
     epochs(tmp_path, [3.0, 1.0, 2.0])
     assert not [each for each in recwarn if "ranked" in str(each.message)]
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", "checkpoint-6"}
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
     assert ft_ckpt.best(tmp_path).name == "checkpoint-4"
     assert read_manifest(tmp_path / "checkpoint-4").metrics == {"eval_loss": 1.0}
     epochs(tmp_path, [])  # finished: nothing is left to do
@@ -199,7 +199,7 @@ def test_killed_while_it_evaluates(tmp_path):
         epochs(tmp_path, [3.0, 1.0, 2.0], stop=1)
     assert saver_of(tmp_path).resume().step == 4
     epochs(tmp_path, [1.0, 2.0])  # the evaluation is made up for
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", "checkpoint-6"}
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
     assert ft_ckpt.best(tmp_path).name == "checkpoint-4"
 
 

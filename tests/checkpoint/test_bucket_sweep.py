@@ -9,10 +9,11 @@ from faulty_stores import CountingStore
 from seeds import next_call
 from watched_stores import Stopped, Watch, all_interleavings, stopping_at
 
-from ft_ckpt.checkpoint import guards
+from ft_ckpt.checkpoint import guards, leases
 from ft_ckpt.checkpoint.bucket_delete import drop_from_bucket, strip_in_bucket
 from ft_ckpt.checkpoint.catalog import discover, verify
-from ft_ckpt.checkpoint.guards import LEASE, SAVING, TOMBSTONE, hold_lease, pin, pin_reason, put_mark, read_mark, unpin
+from ft_ckpt.checkpoint.guards import SAVING, TOMBSTONE, hold_lease, pin, pin_reason, unpin
+from ft_ckpt.checkpoint.leases import LEASE, put_mark, read_mark
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.prune import PruneReport, make_room, prune_run, recover_all, survey_run
@@ -445,7 +446,7 @@ def test_a_removal_gives_way_to_what_came_after_the_plan(bucket):
 
 def test_a_removal_that_takes_too_long_gives_way(bucket, monkeypatch):
     """Others take its tombstone for a dead one's after ten minutes."""
-    clock = iter([0.0, guards.STALE_SECONDS / 2 + 1])
+    clock = iter([0.0, leases.STALE_SECONDS / 2 + 1])
     monkeypatch.setattr("ft_ckpt.checkpoint.bucket_delete.time.monotonic", lambda: next(clock))
     assert "too slowly" in drop_from_bucket(bucket.within("checkpoint-1")).why[0]
     monkeypatch.undo()
@@ -501,7 +502,7 @@ def test_a_lease_is_renewed_and_dead_after_ten_minutes_of_the_stores_clock(bucke
         assert prune_run(later(bucket, 540), Keep(last=3)).dropped == ()
         assert prune_run(later(bucket), Keep(last=3)).dropped == (f"{bucket.url}/checkpoint-1",)
     with monkeypatch.context() as patch:
-        patch.setattr(guards, "BEAT_SECONDS", 0.01)
+        patch.setattr(leases, "BEAT_SECONDS", 0.01)
         with hold_lease(Place(bucket, "checkpoint-2")) as name:
             first = bucket.stat(f"checkpoint-2/{name}")
             while bucket.stat(f"checkpoint-2/{name}").version == first.version:

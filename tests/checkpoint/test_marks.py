@@ -11,19 +11,10 @@ import time
 import pytest
 from faults import contents, dies_at, in_child, save
 
-from ft_ckpt.checkpoint import guards
+from ft_ckpt.checkpoint import guards, leases
 from ft_ckpt.checkpoint.catalog import verify
-from ft_ckpt.checkpoint.guards import (
-    SAVING,
-    hold_lease,
-    lease_reasons,
-    may_live,
-    pin,
-    pin_reason,
-    put_mark,
-    read_mark,
-    unpin,
-)
+from ft_ckpt.checkpoint.guards import SAVING, hold_lease, lease_reasons, pin, pin_reason, unpin
+from ft_ckpt.checkpoint.leases import may_live, put_mark, read_mark
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import NoSpaceError, NotACheckpointError, TargetError
 from ft_ckpt.storage import local_disk, locks
@@ -185,7 +176,7 @@ def test_a_lease_goes_where_its_checkpoint_goes(checkpoint, tmp_path):
 
 
 def test_the_holder_is_heard_of(checkpoint, monkeypatch):
-    monkeypatch.setattr(guards, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.01)
     with hold_lease(checkpoint):
         age(checkpoint, 1e6)
         old = time.time() - 1e5

@@ -24,7 +24,8 @@ from s3_server import BUCKET, S3, Asked, Fault
 
 from ft_ckpt import verify
 from ft_ckpt.checkpoint import guards
-from ft_ckpt.checkpoint.guards import LEASE, hold_lease
+from ft_ckpt.checkpoint.guards import hold_lease
+from ft_ckpt.checkpoint.leases import LEASE
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.prune import recover_all

@@ -42,7 +42,7 @@ def test_resumed_after_any_step(tmp_path, name):
     made, whole = ours(tmp_path, **settings), module(**of)
     assert run(made, whole, loader(**data), checked) == expected
     steps = made.global_step
-    assert {path.name for path in tmp_path.iterdir()} == {f"checkpoint-{n}" for n in range(1, steps + 1)}
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{n}" for n in range(1, steps + 1)}
     for stop in stops:
         own = {
             "replay": name == "workers" or None,

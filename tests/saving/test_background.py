@@ -265,7 +265,7 @@ def test_a_failure_is_raised_by_the_next_call_and_changes_nothing(tmp_path, fail
     model, _optimizer, saver = stamped(tmp_path, keep=Keep(last=1))
     saver.step(step=1)
     saver.save_state().result(30)
-    before = contents(tmp_path)
+    before = contents(tmp_path / "checkpoint-1")
     failing.set()
     saver.step(step=2)
     handle = saver.save_state()
@@ -273,8 +273,8 @@ def test_a_failure_is_raised_by_the_next_call_and_changes_nothing(tmp_path, fail
         handle.result(30)
     with pytest.raises(NoSpaceError):
         CALLS[call](saver, model)
-    assert contents(tmp_path) == before
-    assert latest(tmp_path) == tmp_path / "checkpoint-1"
+    assert contents(tmp_path / "checkpoint-1") == before
+    assert [*tmp_path.glob("[!.]*")] == [latest(tmp_path)] == [tmp_path / "checkpoint-1"]
     failing.clear()
     if call != "close":
         saver.save_state()  # told once
@@ -373,7 +373,7 @@ def test_killed_while_a_save_is_in_flight(tmp_path):
     with CheckpointSaver(None, tmp_path, background=True) as saver:
         saver.save(nn.Linear(300, 300), step=2)
     assert latest(tmp_path) == tmp_path / "checkpoint-2"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
 
 
 # What a checkpoint is

@@ -551,6 +551,7 @@ def test_ranks(tmp_path):
     saver = CheckpointSaver(None, tmp_path / "grown", every=Every(steps=1, signals=()), **QUIET)
     saver.register(model=model, frontier=alone)
     saver.step()
+    saver.close()
     cases = ["leader", "same_calls", "grown"]
     outcomes = run_cases("frontier", cases, tmp_path)
     assert outcomes == dict.fromkeys(cases, "")

@@ -475,7 +475,7 @@ def test_best_metric_and_retention_survive_a_resume(tmp_path):
         assert saver.resume().step == 3
         assert saver.step({"loss": 1.5}) is None
         assert saver.step({"loss": 0.5}) is not None
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-5"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-5"]
 
 
 def test_settings_are_proved():

@@ -203,4 +203,4 @@ with CheckpointSaver(run.accelerator, sys.argv[1], every=Every(), **QUIET) as sa
 def test_a_signal_for_all_processes_of_a_job_ends_the_workers_too(tmp_path, when, saved):
     ended = run_python(WITH_WORKER, tmp_path, when)
     assert ended.returncode == 143, ended.stderr
-    assert [path.name for path in tmp_path.iterdir()] == [f"checkpoint-{saved}"]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{saved}"]

@@ -29,7 +29,8 @@ from test_copies import FROZEN, FROZEN_BYTES, save_large
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, copy, latest, pull, push, sync, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.guards import LEASE, SAVING, pin
+from ft_ckpt.checkpoint.guards import SAVING, pin
+from ft_ckpt.checkpoint.leases import LEASE
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import main
 from ft_ckpt.errors import (

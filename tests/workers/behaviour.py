@@ -140,7 +140,7 @@ def writer_raises(folder: Path) -> None:
             dist.barrier()  # rank 0 may still be clearing up when the others have raised
             assert latest(root) == root / "checkpoint-2"
             assert verify(root / "checkpoint-2").ok
-            found = sorted(path.name for path in root.iterdir())
+            found = sorted(path.name for path in root.glob("[!.]*"))
             dist.barrier()  # and its next save already under way when they look
             assert found == ["checkpoint-1", "checkpoint-2"]
         saver(directory=root).save(model, step=3)

@@ -17,7 +17,7 @@ from training import QUIET, learn, network, prepared
 from wrappers import WRAPPERS, Live
 
 from ft_ckpt import CheckpointSaver, Every
-from ft_ckpt.errors import LoadError
+from ft_ckpt.errors import LeaseTakenError, LoadError
 
 SHORT = {"enter_timeout_seconds": 30, **QUIET}
 
@@ -30,7 +30,7 @@ def one_signal(folder: Path) -> None:
         with pytest.raises(SystemExit) as end:
             endless(run, saver)
         assert end.value.code == 143
-    saved = [path.name for path in folder.iterdir()]
+    saved = [path.name for path in folder.glob("checkpoint-*")]
     assert saved == [f"checkpoint-{saver.progress.step}"], saved
     assert saver.progress.step >= 4
 
@@ -50,10 +50,10 @@ def by_the_clock(folder: Path) -> None:
     minutes = 0.02 if harness.RANK == 0 else 100.0
     with CheckpointSaver(run.accelerator, folder, every=Every(minutes=minutes, signals=()), **SHORT) as saver:
         begun = time.monotonic()
-        while time.monotonic() - begun < 6 and not any(folder.iterdir()):
+        while time.monotonic() - begun < 6 and not any(folder.glob("checkpoint-*")):
             learn(run, torch.ones(2, 3))
             saver.step()
-    assert any(folder.iterdir())
+    assert any(folder.glob("checkpoint-*"))
 
 
 @harness.named
@@ -166,6 +166,32 @@ def unlike(folder: Path) -> None:
     fresh = CheckpointSaver(None, folder, **SHORT)
     with pytest.raises(LoadError, match="weights: failed: on rank 1"):
         fresh.resume(model=other, allow=["optimizer", "scheduler", "data"])
+
+
+@harness.named
+def lease_taken(folder: Path) -> None:
+    """Another process trains into the folder of the run: rank 0 finds it, and both ranks raise."""
+    saver = CheckpointSaver(prepared().accelerator, os.environ["RUN"], **SHORT)
+    for action in (saver.resume, saver.save_state):
+        with pytest.raises(LeaseTakenError, match=f"process {os.environ['HOLDER']} on .* trains into it"):
+            action()
+
+
+@harness.named
+def lease_of_the_dead(folder: Path) -> None:
+    """Killed after a save, twice; each time new processes go on at once."""
+    run, place = prepared(), Path(os.environ["RUN"])
+    lives = len([*place.glob("checkpoint-*")])
+    begun = time.monotonic()
+    with CheckpointSaver(run.accelerator, place, **SHORT) as saver:
+        assert saver.resume().step == lives
+        assert time.monotonic() - begun < 20
+        learn(run, torch.ones(2, 3))
+        saver.step()
+        saver.save_state()
+        dist.barrier()
+        if lives < 2:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def case(name: str, folder: Path) -> None:
