@@ -7,6 +7,7 @@ PEFT selects the names, method by method. It gets placeholders instead of tensor
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
@@ -16,11 +17,12 @@ from torch import Tensor, nn
 from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE
 from ft_ckpt.distributed.module_state import wrapper_steps
 from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.wrappers import shallow_copy, unwrap, walk_modules
+from ft_ckpt.distributed.wrappers import shallow_copy, unwrap, user_class, walk_modules
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing, shown
 from ft_ckpt.model.conversion import cast_entries
 from ft_ckpt.model.entries import Entry, Group, Part, unchanged_entry
 from ft_ckpt.model.libraries import ADAPTER_FILE
+from ft_ckpt.model.on_meta import Shapes, read_config, tensors_made
 from ft_ckpt.model.selection import View
 from ft_ckpt.storage.place import open_place
 
@@ -35,7 +37,24 @@ def resized_embeddings(view: View, model: Any) -> set[str]:
     paths = (path for path, _, inner in walk_modules(module) if id(inner) in embeddings)
     names = [name for path in paths if (name := f"{path}.weight") in view.sources]
     rows = _rows_of_base(module, model)
-    return {name for name in names if rows is not None and view.sources[name].shape[0] != rows}
+    suspected = [name for name in names if rows is not None and view.sources[name].shape[0] != rows]
+    if not suspected:
+        return set()
+    # A class may make more rows than its config has words, as Molmo2's does.
+    made = _shapes_with_words(user_class(type(model)), model.config.to_json_string(), rows)
+    base_names = {id(source): name for name, source in base_sources(view)}
+    return {name for name in suspected if view.sources[name].shape != made.get(base_names[id(view.sources[name])])}
+
+
+@lru_cache(4)  # the model is made once for all saves of a run
+def _shapes_with_words(cls: type, config: str, words: int) -> Shapes:
+    """The shapes that the class makes of a config with another number of words; empty if it makes no model of it."""
+    try:
+        changed = read_config(cls.config_class, config)  # type: ignore[attr-defined]  # of transformers' classes
+        changed.get_text_config().vocab_size = words
+        return tensors_made(cls, changed, {})[0]
+    except Exception:  # noqa: BLE001 - anything that a class of a script raises
+        return {}
 
 
 def embedding_of(model: Any, getter: str = "get_input_embeddings") -> Any:

@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save, get_relative_import_files
+from transformers.models.auto.processing_auto import processor_class_from_name
 
 from ft_ckpt.checkpoint.catalog import is_hub_name
 from ft_ckpt.checkpoint.manifest import BaseRecord
 from ft_ckpt.distributed.wrappers import unwrap, user_class
-from ft_ckpt.errors import CompanionError
+from ft_ckpt.errors import CompanionError, listing
 from ft_ckpt.messages import warn
 from ft_ckpt.model.adapters import embedding_of, is_peft_model
 from ft_ckpt.model.plain_module import global_shape
@@ -83,6 +85,7 @@ def injected_card(config: Any, library: str = "peft") -> str:
     )
 
 
+_SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _OLMO_EOS = ("<|im_end|>", "<|endoftext|>")
 _MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")  # decide whether other fields are valid
 _PACKED_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -115,17 +118,42 @@ def generation_config(model: nn.Module, tokenizer: Any, chat_template_name: str 
     return GenerationConfig(temperature=None, top_p=None, **ids)
 
 
-def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
-    """Raise CompanionError when the tokenizer has more tokens than the model has input embedding rows.
+def check_tokenizer(model: nn.Module, tokenizer: Any) -> tuple[str, ...]:
+    """A note on the tokens that have no row in the model's input embedding; additional rows are valid padding.
 
-    Additional rows are valid padding.
+    Published models have such tokens: Gemma 3 1B has that of its larger siblings' images. Raises CompanionError for one
+    that a text always has: a special token (end, start, padding, ...), or a token in the chat template.
     """
     text, rows = _text_tokenizer(tokenizer), _embedding_rows(model)
-    if text is not None and rows is not None and len(text) > rows:
+    if text is None or rows is None:
+        return ()
+    numbers = [*range(rows, len(text))]
+    tokens = dict(zip(text.convert_ids_to_tokens(numbers), numbers, strict=True)) if numbers else {}
+    specials = {f"the {name}": getattr(text, f"{name}_id", None) for name in _SPECIAL_TOKENS}
+    used = {name: number for name, number in specials.items() if isinstance(number, int) and number >= rows}
+    templates = "".join(_chat_templates(text, tokenizer))
+    used |= {f"{token!r} of the chat template": number for token, number in tokens.items() if str(token) in templates}
+    if used:
         raise CompanionError(
-            f"tokenizer: {len(text)} tokens, the model has {rows} embedding rows; call model.resize_token_embeddings("
-            f"{len(text)}) before training, or pass the tokenizer the model was trained with"
+            f"tokenizer: {listing([f'{name} has id {number}' for name, number in used.items()], ', ')}, the model has "
+            f"{rows} embedding rows; call model.resize_token_embeddings({len(text)}) before training, or pass the "
+            "tokenizer the model was trained with"
         )
+    if not tokens:
+        return ()
+    note = (
+        f"tokenizer: {listing([repr(token) for token in tokens], ', ')}: {len(tokens)} token(s) without a row among "
+        f"the model's {rows} embedding rows; the model cannot read a text with one of them"
+    )
+    return (note,)
+
+
+def _chat_templates(*owners: Any) -> Iterator[str]:
+    """The texts of the chat templates of a tokenizer and its processor."""
+    for owner in owners:
+        template = getattr(owner, "chat_template", None)
+        texts = template.values() if isinstance(template, dict) else [template]
+        yield from (str(text) for text in texts if text)
 
 
 def write_model(folder: Path, model: Any, *, dtype: str, generation: Any = None) -> None:
@@ -270,10 +298,49 @@ def _embedding_rows(model: nn.Module) -> int | None:
 
 
 def write_tokenizer(folder: Path, tokenizer: Any) -> None:
-    """Write a tokenizer or processor into the existing `folder`."""
+    """Write a tokenizer or processor into the existing `folder`, under classes that transformers finds by their names.
+
+    The live one is not changed.
+    """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         tokenizer = copy.deepcopy(tokenizer)  # a processor modifies its tokenizer when it is saved
+    elif _substitutes(tokenizer):
+        tokenizer = copy.copy(tokenizer)
+    for part, known in _substitutes(tokenizer):
+        part.__class__ = known
     tokenizer.save_pretrained(str(folder))
+
+
+def notes_on_classes(tokenizer: Any) -> tuple[str, ...]:
+    """Notes on the classes of a tokenizer or processor that `write_tokenizer` stores as others."""
+    return tuple(
+        f"{type(part).__name__}: a class that transformers does not have, saved as its {known.__name__}; its own code "
+        "is not in the checkpoint"
+        for part, known in _substitutes(tokenizer)
+    )
+
+
+def _substitutes(tokenizer: Any) -> list[tuple[Any, type]]:
+    """A tokenizer or processor and its parts whose classes an Auto class cannot find, with the ancestors it finds.
+
+    Such a class is of the script, or a library made it at run time.
+    """
+    parts = [tokenizer, *(part for part in vars(tokenizer).values() if hasattr(part, "save_pretrained"))]
+    found = []
+    for part in parts:
+        known = _findable_class(type(part))
+        if known is not None and known is not type(part):
+            found.append((part, known))
+    return found
+
+
+def _findable_class(cls: type) -> type | None:
+    """The class, or its nearest ancestor, that has code in its checkpoint, is registered, or is transformers' own."""
+    for base in cls.__mro__:
+        is_found = getattr(base, "_auto_class", None) is not None or getattr(transformers, base.__name__, None) is base
+        if is_found or processor_class_from_name(base.__name__) is base:
+            return base
+    return None
 
 
 # Model config and code
@@ -312,10 +379,10 @@ def is_quantised(model: nn.Module, config: Any) -> bool:
     flagged = bool(getattr(model, "hf_quantizer", None) or getattr(model, "is_quantized", False))
     if flagged and "bitsandbytes" not in str(getattr(method, "value", method)):
         return True  # some methods hide packed weights in tensor subclasses that report the original dtype
-    return any(_is_packed(module) for module in model.modules())
+    return any(has_packed_tensors(module) for module in model.modules())
 
 
-def _is_packed(module: nn.Module) -> bool:
+def has_packed_tensors(module: nn.Module) -> bool:
     """Whether a layer is of bitsandbytes, by class name (FSDP may change its dtype), or has a packed dtype."""
     if {base.__name__ for base in type(module).__mro__} & {"Linear4bit", "Linear8bitLt"}:
         return True

@@ -62,6 +62,7 @@ class Part:
     beside: bool = False  # an adapter whose current base is in the same checkpoint
     doubtful: tuple[tuple[Source, Source], ...] = ()  # declared tied, but two tensors in memory: compared at the save
     base: Mapping[str, Source] = field(default_factory=dict)  # frozen tensors of an adapter's base, by base name
+    tensors: Mapping[str, Source] = field(default_factory=dict)  # of a transformers model, tied ones under each name
     notes: tuple[str, ...] = ()
     omitted: tuple[Source, ...] = ()  # left out on purpose: recreated by the class or PEFT
     extra: str | None = None  # the text of EXTRA_FILE, if there is any

@@ -1,8 +1,10 @@
 """Turns a save request into parts, one for each loadable folder."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -16,6 +18,34 @@ from ft_ckpt.model.entries import MergeChoice, Part
 from ft_ckpt.model.selection import View, model_part, module_at, view_of
 
 Attribute = str | Sequence[str] | None
+
+
+def check_model(model: Any) -> None:
+    """Raise SelectionError for an object that is no model, with what to pass instead."""
+    if isinstance(model, nn.Module):
+        return
+    kind = model.__name__ if isinstance(model, type) else type(model).__name__
+    raise SelectionError(f"model: {kind}, expected a torch.nn.Module; {_right_argument(model)}")
+
+
+def _right_argument(model: Any) -> str:
+    """What to pass instead of an object that is no model."""
+    if isinstance(model, type):
+        return "pass an instance of the class"
+    if isinstance(model, Mapping):
+        return "pass the model itself; values that differ from its own go beside it: save(model, path, state_dict=...)"
+    if isinstance(model, (str, PurePath)):
+        return "the path comes second: save(model, path)"
+    if isinstance(model, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
+        return "register it, register(model=model, optimizer=optimizer, ...), and save the run with save_state()"
+    if isinstance(model, (list, tuple)):
+        return "pass one model to each save"
+    inside = [name for name, value in getattr(model, "__dict__", {}).items() if isinstance(value, nn.Module)]
+    if inside:
+        return f"pass the model that it has as {', '.join(f'.{name}' for name in inside)}"
+    if hasattr(model, "save_pretrained"):
+        return "pass the model, and a tokenizer or processor beside it: save(model, path, tokenizer=...)"
+    return "pass the model that was trained"
 
 
 def model_inside(model: nn.Module) -> nn.Module:

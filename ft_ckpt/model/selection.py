@@ -100,7 +100,7 @@ def model_part(view: View, name: str, path: str, dtype: str) -> Part:
     extra = dump_object(dict(view.extra), name or type(view.module).__name__) if view.extra else None
     stored = Part(name, path, kind, view.module, made, file=file, ties=ties, doubtful=doubtful, notes=notes)
     notes += _rounded_by_others(stored) if hugging_face else ()
-    return replace(stored, omitted=omitted, extra=extra, notes=notes)
+    return replace(stored, omitted=omitted, extra=extra, notes=notes, tensors=view.sources if hugging_face else {})
 
 
 def _rounded_by_others(part: Part) -> tuple[str, ...]:

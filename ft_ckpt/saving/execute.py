@@ -118,7 +118,7 @@ def run_save(
                 continue
             job = SaveJob(
                 request, staged.plan, staged.staging, agreed.stage, agreed.offers, agreed.state_dict, ranks, config,
-                shared, staged.files,
+                shared, staged.files, staged.notes,
             )  # fmt: skip
             if job.state_dict and not ranks.is_main:  # a gather that made the dict leaves other ranks with {} or None
                 written, error = {}, None
@@ -299,7 +299,7 @@ def _commit_files(job: SaveJob, files: list[FileRecord], samples: tuple[BaseSamp
     files = files + _link_second_names(plan, files, store)
     for one in plan.plans:
         check_written_files(one, store)
-    notes = _notes_of_save(request, store)
+    notes = [*job.notes, *_notes_of_save(request, store)]
     handed_in, left_out = ([], []) if request.collect is None else request.collect(store)
     if compression is not None:
         files = _compress_files(files, store, compression)

@@ -33,6 +33,7 @@ from ft_ckpt.model.diffusers import model_on_file
 from ft_ckpt.model.entries import MergeChoice, Merged, finite_numbers, merge_choice
 from ft_ckpt.model.folder import JoinedFile, WeightsFolder, join_weight_files, weight_files
 from ft_ckpt.model.libraries import is_config_of_diffusers
+from ft_ckpt.model.parts import check_model
 from ft_ckpt.model.quantised import (
     FileModel,
     QuantisedBase,
@@ -377,6 +378,7 @@ def ask_merged(
     """
 
     def made() -> dict[str, Any]:
+        check_model(model)
         choice, merges = merge_choice(asked.merged), model
         given = [name for name, value in others.items() if value is not None and value is not False]
         if choice is not None and given:
@@ -405,4 +407,4 @@ def ask_merged(
 
 def is_plain_merge(model: nn.Module, asked: MergeRequest) -> bool:
     """Whether adapters on a quantised base are to be merged into other, unquantised weights."""
-    return asked.merged is not False and has_quantised_base(model)
+    return asked.merged is not False and isinstance(model, nn.Module) and has_quantised_base(model)

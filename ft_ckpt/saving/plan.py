@@ -27,12 +27,13 @@ from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model import companions as companions
 from ft_ckpt.model.adapters import has_adapters
 from ft_ckpt.model.base_model import base_identity, common_dtype, refuse_merged
+from ft_ckpt.model.config_check import check_config
 from ft_ckpt.model.diffusers import is_diffusers, write_config
 from ft_ckpt.model.entries import MergeChoice, Part, lossy_casts, main_dtype, shared_between
 from ft_ckpt.model.parts import Attribute, parts_of
 from ft_ckpt.model.plain_module import module_text
 from ft_ckpt.model.selection import without_own_layouts
-from ft_ckpt.model.settings import EXTRA_FILE, MODULE_NAME
+from ft_ckpt.model.settings import EXTRA_FILE, MODULE_NAME, SETTINGS_FILES
 from ft_ckpt.saving import replicas, reuse_frozen
 from ft_ckpt.saving.files import PartPlan, plan_part
 from ft_ckpt.storage.digests import FileRecord
@@ -250,6 +251,7 @@ class Companions:
     bases: Mapping[str, BaseRecord] = field(default_factory=dict)  # of adapters, by part name
     classes: Mapping[str, str] = field(default_factory=dict)  # class names of the modules, by part name
     document: Document = field(default_factory=dict)  # the state of a run
+    notes: tuple[str, ...] = ()  # on the tokenizer
 
     def contents(self) -> dict[str, bytes]:
         """All files by path; the document is encoded here, because planning still changes it."""
@@ -268,8 +270,9 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], document: Doc
     own = {path for one in plans for path in (one.index_path, *(file.path for file in one.files))}
     extras = _encode_extra_files(request.extra_files, own | {MANIFEST_NAME, f"{FOLDER}/{DOCUMENT_NAME}"})
     described = [one.part for one in plans if one.part.kind in ("model", "adapter")]
+    notes: list[str] = []
     for part in described:
-        check_companions(part.module, request.tokenizer, request.chat_template_name)
+        notes += check_companions(part.module, request.tokenizer, request.chat_template_name)
     parts = [one.part for one in plans if one.part.kind != "state"]
     files: dict[str, bytes] = {}
     for part in parts:
@@ -278,6 +281,7 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], document: Doc
     if request.tokenizer is not None and described:
         made = files_made_by(lambda folder: companions.write_tokenizer(folder, request.tokenizer))
         files |= {_path_in(part, name): content for part in described for name, content in made.items()}
+        notes += companions.notes_on_classes(request.tokenizer)
     texts = {_path_in(one.part, EXTRA_FILE): one.part.extra for one in plans}
     texts |= {one.index_path: one.index for one in plans}
     files |= {path: text.encode() for path, text in texts.items() if text is not None}
@@ -287,15 +291,19 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], document: Doc
         {part.name: base_record(part, {}) for part in parts if part.kind == "adapter"},
         {name: "" if module is None else user_class(type(module)).__name__ for name, module in modules.items()},
         document,
+        tuple(notes),
     )
 
 
-def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str | None) -> None:
-    """Raise CompanionError when the tokenizer, or generation settings made from it, do not fit the module."""
-    if hasattr(module, "config") and tokenizer is not None:
-        companions.check_tokenizer(module, tokenizer)
+def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str | None) -> tuple[str, ...]:
+    """Notes on a tokenizer that does not fit the module in all.
+
+    Raises CompanionError when the tokenizer, or generation settings made from it, do not fit.
+    """
     if chat_template_name is not None:
         companions.generation_config(module, tokenizer, chat_template_name)
+    has_tokens = hasattr(module, "config") and tokenizer is not None
+    return companions.check_tokenizer(module, tokenizer) if has_tokens else ()
 
 
 def _write_companions(folder: Path, part: Part, request: SaveRequest) -> None:
@@ -397,3 +405,16 @@ def plan_save(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePl
         samples={part.name: sample_elements(part.base, ranks.rank) for part in parts if part.base},
         companions=companions_of(request, plans, captured.document, ranks),
     )
+
+
+def check_configs(plan: SavePlan, request: SaveRequest) -> tuple[str, ...]:
+    """Notes on the tokenizer, and on transformers models of the plan that `from_pretrained` would not load; on rank 0.
+
+    Raises CompanionError for one that its config does not describe.
+    """
+    is_run = request.captured is not None and request.captured.state is not None
+    notes = [*plan.companions.notes]
+    for part in (one.part for one in plan.plans if one.part.tensors):
+        config = plan.companions.files[_path_in(part, SETTINGS_FILES["model"])]
+        notes += check_config(part, config.decode(), is_run=is_run)
+    return tuple(notes)

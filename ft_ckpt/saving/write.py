@@ -25,7 +25,7 @@ from ft_ckpt.formats.file_io import FilePlan, write_file
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.saving import files, reuse_frozen
 from ft_ckpt.saving.files import GatherWay, PartPlan, file_turns
-from ft_ckpt.saving.plan import SavePlan, SaveRequest
+from ft_ckpt.saving.plan import SavePlan, SaveRequest, check_configs
 from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.storage.digests import FileRecord, record_of
 from ft_ckpt.storage.local_store import LocalStore
@@ -44,6 +44,7 @@ class StagedSave:
     staging: Staging | None = None
     files: tuple[FileRecord, ...] = ()  # already written
     offers: Mapping[str, Offer] = field(default_factory=dict)  # earlier files that frozen ones may equal, by path
+    notes: tuple[str, ...] = ()  # on what transformers would not load
 
 
 def prepare_stage(
@@ -51,11 +52,13 @@ def prepare_stage(
 ) -> StagedSave:
     """On rank 0 open a staging and write everything except weights into it.
 
-    It also gets the frozen files of earlier checkpoints, except those known to have `changed`.
+    It also gets the frozen files of earlier checkpoints, except those known to have `changed`. Raises CompanionError
+    for a model that its config does not describe.
     """
     if not ranks.is_main:
         return StagedSave(plan)
     contents = sorted(plan.companions.contents().items())
+    notes = check_configs(plan, request)
     opened = staging.open_staging_at(
         request.target,
         saver_tuning(config).direct_bytes,
@@ -82,7 +85,8 @@ def prepare_stage(
         )
         for path, content in contents:
             opened.store.write(path, content)
-        return StagedSave(plan, opened, tuple(record_of(path, content) for path, content in contents), offers)
+        records = tuple(record_of(path, content) for path, content in contents)
+        return StagedSave(plan, opened, records, offers, notes)
     except BaseException:
         opened.discard()
         raise
@@ -128,6 +132,7 @@ class SaveJob:
     config: SaverConfig
     shared: SharedFolders
     companions: tuple[FileRecord, ...] = ()  # on rank 0: the files in the stage that hold no tensors
+    notes: tuple[str, ...] = ()  # of the stage
     taken: dict[str, str] = field(default_factory=dict)  # digests of the earlier files that are reused, by path
     linked: list[FileRecord] = field(default_factory=list)  # on rank 0: their records
     shares: list[files.Share] | None = None  # of files between ranks; None: each file has one writer

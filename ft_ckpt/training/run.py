@@ -27,6 +27,7 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.messages import short, warn
 from ft_ckpt.model.base_model import BaseWatch
+from ft_ckpt.model.parts import check_model
 from ft_ckpt.retention import name_metrics
 from ft_ckpt.schedule import Every
 from ft_ckpt.storage.place import Place
@@ -239,6 +240,8 @@ class TrainingRun:
 
         Raises SelectionError for an object whose state cannot be saved, ConfigError for a name that is taken.
         """
+        if "model" in objects:
+            check_model(objects["model"])
         items = run_items(self.accelerator, {**self.registered, **objects})
         refuse_unsaveable(item for item in items if item.name in objects)
         self.registered.update(objects)

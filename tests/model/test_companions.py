@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 import textwrap
 from pathlib import Path
@@ -17,13 +18,17 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoFeatureExtractor,
     AutoModelForCausalLM,
+    AutoProcessor,
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     CLIPConfig,
+    CLIPImageProcessor,
     CLIPModel,
     GenerationConfig,
     LlamaForCausalLM,
+    LlamaTokenizer,
+    LlavaProcessor,
     T5Config,
     T5ForConditionalGeneration,
     Wav2Vec2FeatureExtractor,
@@ -322,11 +327,45 @@ def test_chat_template_gives_equal_text_after_reload(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("build", [models.llama, models.gpt2, t5, bert, clip])
 def test_more_tokens_than_embedding_rows(build) -> None:
+    """Tokens that no text needs are named; one that ends, starts or pads texts would fail in the model."""
     model, tokenizer = build(), models.tokenizer()
-    check_tokenizer(model, tokenizer)
+    assert check_tokenizer(model, tokenizer) == ()
     tokenizer.add_tokens([f"new{i}" for i in range(40)])
-    with pytest.raises(CompanionError, match=f"{len(tokenizer)} tokens, the model has 101 embedding rows"):
+    (note,) = check_tokenizer(model, tokenizer)
+    assert re.search(r"'new14', .* 26 token\(s\) without a row among the model's 101 embedding rows", note)
+    tokenizer.add_special_tokens({"pad_token": "<|padding|>"})
+    with pytest.raises(CompanionError, match=r"the pad_token has id 127, the model has 101 embedding rows"):
         check_tokenizer(model, tokenizer)
+
+
+def tokenizer_beyond(*tokens: str) -> object:
+    """The tokenizer of the tests with `tokens` behind the last embedding row of the models."""
+    tokenizer = models.tokenizer()
+    tokenizer.add_tokens([f"new{i}" for i in range(models.VOCABULARY - len(tokenizer))])
+    tokenizer.add_tokens([*tokens])
+    return tokenizer
+
+
+def test_a_token_of_the_chat_template_needs_a_row() -> None:
+    tokenizer = tokenizer_beyond("<|tool|>", "<|image|>")
+    tokenizer.chat_template = models.CHAT_TEMPLATE + "<|tool|>"
+    with pytest.raises(CompanionError, match=r"'<\|tool\|>' of the chat template has id 101, the model has 101"):
+        check_tokenizer(models.llama(), tokenizer)
+    tokenizer.chat_template = {"default": models.CHAT_TEMPLATE, "tool_use": "<|tool|>"}
+    with pytest.raises(CompanionError, match=r"'<\|tool\|>' of the chat template"):
+        check_tokenizer(models.llama(), tokenizer)
+
+
+@pytest.mark.parametrize("how", ["full", "adapter", "run"])
+def test_the_note_on_tokens_is_in_the_checkpoint(how, tmp_path) -> None:
+    tokenizer = tokenizer_beyond("<image>")
+    with CheckpointSaver(directory=tmp_path, tokenizer=tokenizer) as saver:
+        if how == "run":
+            report = saver.save_state(models.llama())
+        else:
+            model = models.lora() if how == "adapter" else models.llama()
+            report = saver.save(model, tmp_path / "out", adapter_only=how == "adapter")
+    assert [note for note in report.notes if "'<image>': 1 token(s) without a row" in note]
 
 
 def test_embedding_rows_are_seen_through_adapters() -> None:
@@ -334,16 +373,15 @@ def test_embedding_rows_are_seen_through_adapters() -> None:
     tokenizer.add_tokens([f"new{i}" for i in range(40)])
     for options in ({"target_modules": ["embed_tokens"]}, {"modules_to_save": ["embed_tokens"]}):
         model = get_peft_model(models.qwen3(), LoraConfig(**{"target_modules": ["q_proj"], **options}))
-        check_tokenizer(model, models.tokenizer())
-        with pytest.raises(CompanionError, match="101 embedding rows"):
-            check_tokenizer(model, tokenizer)
+        assert check_tokenizer(model, models.tokenizer()) == ()
+        assert "101 embedding rows" in check_tokenizer(model, tokenizer)[0]
 
 
 def test_resized_embeddings_count() -> None:
     model, tokenizer = models.llama(), models.tokenizer()
     tokenizer.add_tokens([f"new{i}" for i in range(40)])
     model.resize_token_embeddings(len(tokenizer))
-    check_tokenizer(model, tokenizer)
+    assert check_tokenizer(model, tokenizer) == ()
 
 
 def test_what_is_for_sound_goes_along(tmp_path) -> None:
@@ -353,6 +391,47 @@ def test_what_is_for_sound_goes_along(tmp_path) -> None:
     assert AutoFeatureExtractor.from_pretrained(tmp_path / "out").sampling_rate == 8000
     with pytest.raises(CompanionError, match="takes its tokens from a tokenizer"):
         generation_config(models.llama(), Wav2Vec2FeatureExtractor(), "tulu")
+
+
+class ScriptProcessor(LlavaProcessor):
+    """A processor class of a training script."""
+
+
+class ScriptTokenizer(LlamaTokenizer):
+    """A tokenizer class of a training script."""
+
+
+def llava_processor(processor_class: type, tokenizer: object) -> LlavaProcessor:
+    return processor_class(image_processor=CLIPImageProcessor(), tokenizer=tokenizer, patch_size=8)
+
+
+@pytest.mark.parametrize("cls", [ScriptProcessor, type("_Patched_LlavaProcessor", (LlavaProcessor,), {})])
+def test_a_processor_of_another_class_comes_back_as_transformers_own(cls: type, tmp_path: Path) -> None:
+    """AutoProcessor does not find the class and would load a bare tokenizer."""
+    processor = llava_processor(cls, models.tokenizer())
+    with CheckpointSaver(tokenizer=processor) as saver:
+        report = saver.save(models.llama(), tmp_path / "out")
+    loaded = AutoProcessor.from_pretrained(tmp_path / "out")
+    assert type(loaded) is LlavaProcessor
+    assert (loaded.patch_size, type(loaded.image_processor)) == (8, type(processor.image_processor))
+    assert type(processor) is cls
+    assert [note for note in report.notes if note.startswith(f"{cls.__name__}: ") and "its LlavaProcessor" in note]
+
+
+def test_a_tokenizer_of_another_class_comes_back_as_transformers_own(tmp_path: Path) -> None:
+    tokenizer = ScriptTokenizer(vocab={"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3}, merges=[])
+    processor = llava_processor(LlavaProcessor, tokenizer)
+    for name, given in (("alone", tokenizer), ("inside", processor)):
+        with CheckpointSaver(tokenizer=given) as saver:
+            report = saver.save(models.llama(), tmp_path / name)
+        assert type(AutoTokenizer.from_pretrained(tmp_path / name)) is LlamaTokenizer
+        assert [note for note in report.notes if note.startswith("ScriptTokenizer: ")]
+    assert type(tokenizer) is type(processor.tokenizer) is ScriptTokenizer
+
+
+def test_a_processor_of_transformers_is_stored_without_a_note(tmp_path: Path) -> None:
+    with CheckpointSaver(tokenizer=llava_processor(LlavaProcessor, models.tokenizer())) as saver:
+        assert saver.save(models.llama(), tmp_path / "out").notes == ()
 
 
 def test_modules_without_embeddings_take_any_tokenizer() -> None:

@@ -111,16 +111,6 @@ def test_what_modules_and_hooks_add_is_loaded(kind, background, tmp_path):
     assert_same_tensors(stored(tmp_path / "out"), tensors)
 
 
-def test_an_extra_state_that_is_a_tensor_is_saved_as_transformers_does(tmp_path):
-    model = models.build("qwen3")
-    layer = Scaled(torch.arange(5.0), 24)
-    model.model.layers[1].extra = layer
-    CheckpointSaver().save(model, tmp_path / "ours")
-    ours = stored(tmp_path / "ours")
-    assert "model.layers.1.extra._extra_state" in ours
-    assert_same_tensors(ours, reference(model, tmp_path / "theirs"))
-
-
 @pytest.fixture
 def making(monkeypatch):
     """Give models of transformers another layer, made as the function says that is passed."""
@@ -139,6 +129,15 @@ def making(monkeypatch):
     return start
 
 
+def test_an_extra_state_that_is_a_tensor_is_saved_as_transformers_does(making, tmp_path):
+    making(lambda: Scaled(torch.arange(5.0), 24))
+    model = models.build("qwen3")
+    CheckpointSaver().save(model, tmp_path / "ours")
+    ours = stored(tmp_path / "ours")
+    assert "model.layers.1.more._extra_state" in ours
+    assert_same_tensors(ours, reference(model, tmp_path / "theirs"))
+
+
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("layout", ["safetensors", "h5"])
 @pytest.mark.parametrize("adapted", [False, True])
@@ -148,6 +147,7 @@ def test_models_that_transformers_converts_get_it_back(kind, name, adapted, layo
     """Of mixtral it places the tensors itself; beside an adapter the base has it."""
     model = models.build(name)
     model.model.layers[1].more = MAKERS[kind](True)
+    making(lambda: MAKERS[kind](True))
     if adapted:
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     CheckpointSaver(format=layout).save(model, tmp_path / "out", adapter_only=False if adapted else None)
@@ -169,12 +169,14 @@ def test_what_the_class_does_not_list_fails_the_load(name, making, tmp_path):
     assert report.unexpected == ("model.layers.1.more._extra_state",)
 
 
-def test_extra_state_of_a_quantised_model_is_refused(tmp_path):
+def test_extra_state_of_a_quantised_model_is_refused(making, tmp_path):
     """Its loading is for transformers, which knows of no extra state."""
     model = models.build("qwen3")
     model.model.layers[1].more = MAKERS["tree"](True)
+    making(lambda: MAKERS["tree"](True))
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    model.model.packed = type("Linear4bit", (nn.Linear,), {})(4, 4)  # it is told by its layers
+    packed = type("Linear4bit", (nn.Linear,), {})(24, 36, bias=False)  # it is told by its layers
+    model.model.layers[0].mlp.up_proj = packed
     CheckpointSaver().save(model, tmp_path / "out")
     with pytest.raises(errors.LoadError, match=r"layers\.1\.more\._extra_state: non-tensor state of a quantised model"):
         ft_ckpt.load_model(tmp_path / "out")

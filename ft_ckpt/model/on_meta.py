@@ -1,0 +1,68 @@
+"""Makes the model that transformers makes of a config, on the meta device: its names and shapes, no numbers.
+
+A background save does this beside the training. Nothing here changes the state of the process: torch's default dtype,
+its random numbers and the methods of its classes stay as they are.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ft_ckpt.distributed.tensors import ModelTensors
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def read_config(config_class: Any, text: str) -> Any:
+    """The config as `from_pretrained` reads it from a folder."""
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(_without_dtypes(json.loads(text))))
+        return config_class.from_pretrained(folder, local_files_only=True)
+
+
+def _without_dtypes(settings: Any) -> Any:
+    """The settings without dtypes: transformers would make parts of the model under torch's default dtype."""
+    if isinstance(settings, dict):
+        return {key: _without_dtypes(value) for key, value in settings.items() if key not in ("dtype", "torch_dtype")}
+    return settings
+
+
+def tensors_made(cls: Any, config: Any, arguments: Mapping[str, Any]) -> tuple[Shapes, re.Pattern[str] | None]:
+    """The shapes of the tensors of a new model by name, and a pattern of those that may be missing in files."""
+    with torch.device("meta"), _LinspaceOnHost(), _without_partitions():  # both modes are of this thread
+        model = cls(config, **arguments)
+    sources = ModelTensors(model).sources(allow_meta=True)
+    shapes = {name: source.shape for name, source in sources.items() if not source.is_added}
+    optional = model._keys_to_ignore_on_load_missing
+    return shapes, re.compile("|".join(f"({pattern})" for pattern in optional)) if optional else None
+
+
+class _LinspaceOnHost(TorchFunctionMode):
+    """In the block, `torch.linspace` makes real numbers, which models read when they are made.
+
+    `from_pretrained` makes the same exception.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        return func(*args, **({"device": "cpu", **given} if func is torch.linspace else given))
+
+
+def _without_partitions() -> Any:
+    """In the block, transformers does not partition a new model over the ranks, as it does under DeepSpeed's ZeRO-3.
+
+    The flag holds for the process. Only a model that the script makes at this moment would notice.
+    """
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+    from transformers.modeling_utils import set_zero3_state
+
+    return set_zero3_state() if is_deepspeed_zero3_enabled() else nullcontext()
