@@ -396,6 +396,8 @@ def _tensor_entry(value: Tensor, parameter: Any, owner: Source) -> Entry:
     entry = {"shape": shape, "dtype": dtype_name(value.dtype), "host": host}
     if is_run or is_distributed(value) or is_distributed(parameter):
         return entry
+    if value.is_contiguous() and parameter.is_contiguous():
+        return entry
     like = parameter if value.shape == parameter.shape else torch.empty(value.shape, device="meta")
     if value.stride() != torch.empty_like(like, device="meta").stride() and is_dense(shape, value.stride()):
         entry["stride"] = list(value.stride())
