@@ -175,6 +175,8 @@ class BaseRecord:
     dtype: str
     config_hash: str
     fingerprint: Mapping[str, Any]  # sampled elements, see `model.base_model`
+    class_name: str = ""  # its class in training; "" in manifests of earlier versions
+    config: Mapping[str, Any] = field(default_factory=dict)  # where its config differs from its files, see `base_class`
 
 
 PART_KINDS = ("model", "adapter", "module", "state")

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from ft_ckpt.distributed.sharding import OwnedSharding, Sharding, unravel_index
 from ft_ckpt.distributed.source import Source, box_memories
 
@@ -43,9 +45,28 @@ def sample_elements(
 
 def picked_indices(chosen: Mapping[str, Source], tensors: int = 32, elements: int = 8) -> dict[str, list[int]]:
     """The flat indices of the elements that `sample_elements` takes, by name."""
-    floating = sorted(name for name, info in chosen.items() if info.dtype.is_floating_point and info.numel > 0)
-    names = floating[:: max(1, -(-len(floating) // tensors))]
+    readable = sorted(name for name, info in chosen.items() if info.numel > 0 and has_readable_elements(info))
+    names = readable[:: max(1, -(-len(readable) // tensors))]
     return {name: sorted({chosen[name].numel * i // elements for i in range(elements)}) for name in names}
+
+
+def has_readable_elements(info: Source) -> bool:
+    """Whether the elements are floating-point numbers that can be read one by one.
+
+    Those of quantised weights cannot: their tensors are of integers, or of a subclass that does not implement it.
+    """
+    if not info.dtype.is_floating_point:
+        return False
+    if getattr(type(info.live), "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__:
+        return True
+    local = info.local
+    if local is None or not local.numel():
+        return True
+    try:
+        float(local[(0,) * local.dim()])
+    except NotImplementedError:
+        return False
+    return True
 
 
 def elements_at(info: Source, rank: int, indices: Sequence[int]) -> dict[str, float]:

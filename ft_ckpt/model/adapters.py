@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE
+from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE, PartRecord
 from ft_ckpt.distributed.module_state import wrapper_steps
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.wrappers import shallow_copy, unwrap, user_class, walk_modules
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing, shown
+from ft_ckpt.model.base_files import absent_parameters, config_in_files
 from ft_ckpt.model.conversion import cast_entries
 from ft_ckpt.model.entries import Entry, Group, Part, unchanged_entry
 from ft_ckpt.model.libraries import ADAPTER_FILE
 from ft_ckpt.model.on_meta import Shapes, read_config, tensors_made
 from ft_ckpt.model.selection import View
-from ft_ckpt.storage.place import open_place
 
 
 def resized_embeddings(view: View, model: Any) -> set[str]:
@@ -82,15 +82,11 @@ def _rows_of_base(module: Any, model: Any) -> int | None:
 
 
 def _configured_rows(place: str, model: Any) -> int | None:
-    from transformers import AutoConfig
-
-    try:
-        on_disk = open_place(place).is_folder
-        config = AutoConfig.from_pretrained(place, local_files_only=not on_disk, trust_remote_code=False)
-    except (OSError, ValueError):
-        return None  # not on this machine
+    config = config_in_files(place)
+    if config is None or type(config) is not type(model.config):
+        return None
     rows = getattr(config.get_text_config(), "vocab_size", None)
-    return rows if isinstance(rows, int) and type(config) is type(model.config) else None
+    return rows if isinstance(rows, int) else None
 
 
 T = TypeVar("T")
@@ -106,6 +102,16 @@ def peft_name(name: str, file: str) -> str:
     return PREFIX + name.partition(".")[2]  # without the component of a pipeline
 
 
+def base_name(stored: str) -> str:
+    """The name in the base model of a stored tensor of an adapter: without the steps that PEFT adds."""
+    return ".".join(step for step in stored.removeprefix(PREFIX).split(".") if step not in BASE_STEPS)
+
+
+def stored_base_names(record: PartRecord) -> set[str]:
+    """The names in the base model of all stored tensors of an adapter; those of base tensors are among them."""
+    return {base_name(peft_name(tensor.name, tensor.file)) for tensor in record.tensors}
+
+
 def has_adapters(module: nn.Module) -> bool:
     """Whether the module carries PEFT adapters, wrapped in a PeftModel or injected."""
     return bool(getattr(module, "peft_config", None))
@@ -116,12 +122,15 @@ def is_peft_model(module: nn.Module) -> bool:
     return has_adapters(module) and hasattr(module, "base_model") and hasattr(module, "get_base_model")
 
 
-def adapter_parts(view: View, name: str, path: str, dtype: str, in_folders: bool = False) -> list[Part]:
+def adapter_parts(
+    view: View, name: str, path: str, dtype: str, in_folders: bool = False, *, with_absent: bool = True
+) -> list[Part]:
     """One part per adapter, in `path`/NAME or (`in_folders`) `path`/adapters/NAME.
 
-    "default" is in `path` itself, as in PEFT, unless `in_folders`. Raises NotAnAdapterError when the module has none,
-    SelectionError when an adapter has non-tensor state or is drawn anew at each load, IncompleteError when it has no
-    tensors.
+    "default" is in `path` itself, as in PEFT, unless `in_folders`. `with_absent`: without the base beside it, an
+    adapter has those parameters of the base that the files of the base lack and the adapter does not replace. Raises
+    NotAnAdapterError when the module has none, SelectionError when an adapter has non-tensor state or is drawn anew at
+    each load, IncompleteError when it has no tensors.
     """
     if not has_adapters(view.module):
         raise NotAnAdapterError(
@@ -137,8 +146,8 @@ def adapter_parts(view: View, name: str, path: str, dtype: str, in_folders: bool
     if not in_folders:
         kept = "state of the base that is no tensor, not in an adapter's file"
         notes += tuple(f"{name}: {kept}" for name, _ in _of_base(view, view.extra))
-    added_sources = {id(entry.source) for entry in extra}
-    frozen = {n: s for n, s in base_sources(view) if not s.trainable and id(s) not in added_sources}
+    absent, further = _absent_entries(view) if with_absent and not in_folders else ([], ())
+    notes += further
     owned = {id(source) for _, source in base_sources(view)}
     omitted = tuple(s for s in view.sources.values() if id(s) not in owned and not s.trainable)  # PEFT omits them
     active = active_adapters(view.module)
@@ -147,9 +156,15 @@ def adapter_parts(view: View, name: str, path: str, dtype: str, in_folders: bool
         own = "" if adapter == "default" and not in_folders else adapter
         folder = "/".join(filter(None, (path, "adapters" if in_folders else "", own)))
         added = [entry for entry in extra if adapter in active or not active]
-        made = cast_entries([*entries, *added], view.module, dtype)
+        names_of_adapter = {entry.name for entry in (*entries, *added)}
+        lacking = [entry for entry in absent if entry.name not in names_of_adapter]
+        added_sources = {id(entry.source) for entry in (*extra, *lacking)}
+        frozen = {n: s for n, s in base_sources(view) if not s.trainable and id(s) not in added_sources}
+        made = cast_entries([*entries, *added, *lacking], view.module, dtype)
         label = "/".join(filter(None, (name, own)))
-        stored = Part(label, folder, "adapter", view.module, made, file=ADAPTER_FILE, base=frozen, notes=notes)
+        reasons = tuple(f"{entry.name}: saved with the adapter because the base's files lack it" for entry in lacking)
+        stored = Part(label, folder, "adapter", view.module, made, file=ADAPTER_FILE, base=frozen)
+        stored = replace(stored, notes=notes + reasons)
         parts.append(replace(stored, adapter=adapter, active=adapter in active, beside=in_folders, omitted=omitted))
     empty = [p.adapter for p in parts if not p.entries]
     if empty:
@@ -420,6 +435,30 @@ def _entries_left_out(view: View, chosen: Mapping[str, list[Entry]]) -> tuple[li
                 f"{name}: saved with the adapter because it was {'trained' if source.trainable else 'resized'}"
             )
     return extra, tuple(notes)
+
+
+def _absent_entries(view: View) -> tuple[list[Entry], tuple[str, ...]]:
+    """The base parameters that the files of the base lack, under the names that PEFT loads them by, and notes.
+
+    They are random at each load, such as the head of a classifier on a causal base.
+    """
+    base = dict(base_sources(view))
+    model, configs = _model_below(view.module), view.module.peft_config.values()
+    identities = [(config.base_model_name_or_path, config.revision) for config in configs]
+    identities.append((getattr(model, "name_or_path", None), None))
+    absent = absent_parameters(model, base, [identity for identity in identities if identity[0]])
+    if absent and absent >= {name for name, source in base.items() if source.is_parameter}:
+        note = (
+            f"{type(model).__name__}: none of its parameters is in the files of the base that the adapter names; load "
+            "the adapter with base= and this model"
+        )
+        return [], (note,)
+    prefix = "" if is_peft_model(view.module) else PREFIX
+    entries = []
+    for name in sorted(absent):
+        steps = [step for step in base[name].name.split(".") if step != "original_module"]
+        entries.append(unchanged_entry(prefix + ".".join(steps), base[name]))
+    return entries, ()
 
 
 def missing_trainable(view: View, parts: Iterable[Part]) -> list[str]:

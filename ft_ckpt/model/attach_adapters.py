@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, open_checkpoint
+from ft_ckpt.distributed.replicas import has_readable_elements
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrapper import give_memory
@@ -24,22 +25,29 @@ from ft_ckpt.formats.tensor_file import RawFile
 from ft_ckpt.formats.torch_file import compare_sums
 from ft_ckpt.messages import short
 from ft_ckpt.model.adapters import (
-    BASE_STEPS,
     PREFIX,
     adapter_parts,
+    base_name,
     base_sources,
     embedding_of,
     is_peft_model,
     peft_name,
+    stored_base_names,
     why_redrawn,
 )
-from ft_ckpt.model.base_model import differing_tensors, irreproducible, is_floating, keeps_base
+from ft_ckpt.model.base_class import find_base_class
+from ft_ckpt.model.base_model import (
+    differing_tensors,
+    identifying_samples,
+    irreproducible,
+    keeps_base,
+)
 from ft_ckpt.model.diffusers import model_class as diffusers_class
 from ft_ckpt.model.entries import Entry
 from ft_ckpt.model.folder import join_weight_files
 from ft_ckpt.model.libraries import is_config_of_diffusers
 from ft_ckpt.model.load_weights import beside_weights, weight_names
-from ft_ckpt.model.pretrained import companions_here, model_class
+from ft_ckpt.model.pretrained import companions_here
 from ft_ckpt.model.selection import View
 from ft_ckpt.model.settings import adapter_settings
 from ft_ckpt.storage.place import Place, open_place
@@ -48,16 +56,20 @@ from ft_ckpt.storage.store import Store, read_text
 _CONFIG = "adapter_config.json"
 
 
-def base_of(record: PartRecord, given: Any, trust_remote_code: bool, *, verify: bool) -> nn.Module:
-    """The base model for an adapter: `given` as module, folder or id, else the recorded base.
+def base_of(
+    held: OpenCheckpoint, records: Sequence[PartRecord], given: Any, trust_remote_code: bool, *, verify: bool
+) -> nn.Module:
+    """The base model for the adapters in `records`: `given` as module, folder or id, else the recorded base.
 
     Custom code of the base runs only with `trust_remote_code`; there is no prompt. A base in a checkpoint of ours is
     compared with its manifest, including all digests with `verify`.
 
-    Raises LoadError when no base is known or it cannot be loaded; CorruptError when its files are damaged.
+    Raises LoadError when no base is known, it cannot be loaded, or neither its files nor the adapters have one of its
+    tensors; CorruptError when its files are damaged.
     """
     if isinstance(given, nn.Module):
         return given
+    record = records[0]
     recorded = record.base.id if record.base else None
     place = given if given is not None else recorded
     if place is None:
@@ -66,9 +78,9 @@ def base_of(record: PartRecord, given: Any, trust_remote_code: bool, *, verify: 
     where = open_place(place)
     around = checkpoint_around(where) if where.is_folder else None
     if around is not None:
-        with open_checkpoint(Place(around[0]), compares=False) as held:
-            if problems := held.find_problems(deep=verify):
-                raise CorruptError(f"{held.location}: {listing(list(problems))}; use another copy of the base")
+        with open_checkpoint(Place(around[0]), compares=False) as held_base:
+            if problems := held_base.find_problems(deep=verify):
+                raise CorruptError(f"{held_base.location}: {listing(list(problems))}; use another copy of the base")
     elif where.is_folder:
         names = [each.name for each in where.folder.list_folder().objects]
         if not any(name.endswith(".safetensors") for name in names):
@@ -80,13 +92,32 @@ def base_of(record: PartRecord, given: Any, trust_remote_code: bool, *, verify: 
             dtype = getattr(torch, record.base.dtype if record.base else "float32")
             loaded: nn.Module = diffusers_class(name, {}).from_pretrained(place, torch_dtype=dtype)
             return loaded
-        model: nn.Module = _base_class(str(place), asked).from_pretrained(place, dtype="auto", **asked)
+        settings = adapter_settings(Place(held.store, record.path).folder)
+        base = find_base_class(str(place), record, settings, **asked)
+        loading = {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True, **asked}
+        model, info = base.cls.from_pretrained(place, config=base.config, **loading)
     except (OSError, ValueError) as error:
         raise LoadError(
             f"adapter {record.adapter!r}: base model {str(place)!r} cannot be loaded ({error}); pass base= with a "
             "model, a folder or an id"
         ) from error
-    return model
+    _refuse_drawn(info, records, str(place))
+    base.complete(model)
+    return model  # type: ignore[no-any-return]  # transformers is not typed
+
+
+def _refuse_drawn(info: Mapping[str, Any], records: Sequence[PartRecord], place: str) -> None:
+    """Raise LoadError naming tensors that transformers has drawn at random and the adapters do not replace.
+
+    `info`: what transformers reports of the load.
+    """
+    drawn = {*info["missing_keys"], *(str(item[0]) for item in info["mismatched_keys"])}
+    replaced = {name for record in records for name in stored_base_names(record)}
+    if lost := sorted(drawn - replaced):
+        raise LoadError(
+            f"{listing(lost, ', ')}: neither in the files of the base {place} nor in those of the adapter, so each "
+            "load would draw other values; pass the model that the adapter was trained on with base="
+        )
 
 
 def attach_adapters(
@@ -210,7 +241,7 @@ class _LiveAdapters:
 def _live_adapters(model: Any) -> _LiveAdapters:
     view = View(model, ModelTensors(model).sources())
     entries = {}
-    for part in adapter_parts(view, "", "", "as_is"):
+    for part in adapter_parts(view, "", "", "as_is", with_absent=False):
         entries[str(part.adapter)] = {entry.name: entry for entry in part.entries}
     base = {PREFIX + name: source for name, source in base_sources(view)}
     base |= {source.name: source for _, source in base_sources(view)}
@@ -365,17 +396,6 @@ def _class_in_diffusers(place: Place) -> str | None:
     return str(config["_class_name"]) if is_config_of_diffusers(config) else None
 
 
-def _base_class(place: str, asked: Mapping[str, Any]) -> Any:
-    import transformers
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(place, **asked)
-    except (OSError, ValueError):
-        return transformers.AutoModel  # its error names the problem
-    names = getattr(config, "architectures", None) or ()
-    return next((cls for name in names if (cls := model_class(str(name)))), transformers.AutoModel)
-
-
 def _prepare_base(model: Any, held: OpenCheckpoint, records: Sequence[PartRecord], check: bool) -> tuple[str, ...]:
     """Compare the base with the recorded one, then resize its embeddings to the rows that the adapters store."""
     if is_peft_model(model):
@@ -397,10 +417,9 @@ def _stored_rows(model: Any, records: Sequence[PartRecord]) -> int | None:
     if layer is None:
         return None
     name = next((name for name, inner in model.named_modules() if inner is layer), None)
-    wanted = f"{PREFIX}{name}.weight"
     tensors = (tensor for record in records for tensor in record.tensors if tensor.shape)
     for tensor in tensors:
-        if ".".join(step for step in tensor.name.split(".") if step not in BASE_STEPS) == wanted:
+        if base_name(tensor.name) == f"{name}.weight":
             return tensor.shape[0]
     return None
 
@@ -411,7 +430,8 @@ def _check_base(here: Mapping[str, Source], kind: str, record: PartRecord, *, is
     if base is None:
         return
     # If either base is quantised, the floating-point tensors decide.
-    known = {n: values for n, values in base.fingerprint.items() if n in here and is_floating(here[n])}
+    samples = identifying_samples(record)
+    known = {name: values for name, values in samples.items() if name in here and has_readable_elements(here[name])}
     sampled = replace(record, base=replace(base, fingerprint=known))
     names = differing_tensors(here, sampled, is_remade=is_remade)
     if names:
@@ -421,9 +441,9 @@ def _check_base(here: Mapping[str, Source], kind: str, record: PartRecord, *, is
             f"that adapter {name!r} was trained on ({base.id or 'built in memory'}, revision {base.revision})"
             f"{remade}; load it on that base, or pass check_base=False"
         )
-    if base.fingerprint and not known:
+    if samples and not known:
         raise BaseMismatchError(
-            f"adapter {name!r}: none of the {len(base.fingerprint)} sampled tensors of its base is in {kind}; "
+            f"adapter {name!r}: none of the {len(samples)} sampled tensors of its base is in {kind}; "
             f"load it on {base.id or 'the model it was trained on'}, or pass check_base=False"
         )
 

@@ -15,10 +15,10 @@ import torch
 import xxhash
 from torch import nn
 
-from ft_ckpt.checkpoint.manifest import PartRecord
+from ft_ckpt.checkpoint.manifest import BaseRecord, PartRecord
 from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.replicas import elements_at, sample_elements
+from ft_ckpt.distributed.replicas import elements_at, has_readable_elements, sample_elements
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrappers import unwrap, walk_modules
@@ -26,7 +26,18 @@ from ft_ckpt.errors import CheckpointError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.messages import warn
-from ft_ckpt.model.adapters import PREFIX, TO_BASE, base_sources, has_adapters, is_peft_model, peft_name
+from ft_ckpt.model.adapters import (
+    PREFIX,
+    TO_BASE,
+    base_name,
+    base_sources,
+    has_adapters,
+    is_peft_model,
+    peft_name,
+    stored_base_names,
+)
+from ft_ckpt.model.base_config import changes_of_config, class_of_base
+from ft_ckpt.model.entries import Part
 from ft_ckpt.model.selection import module_at, view_of
 
 _PASSING = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "vocab_size"}
@@ -110,8 +121,9 @@ def _changed_text(names: list[str]) -> str:
     return f"{listing(names, ', ')}: the adapters' base has changed since the run began"
 
 
-def base_identity(module: Any, adapter: str) -> tuple[str | None, str | None, str]:
-    """The base model's id (None when it was built in memory), its revision, and a digest of its architecture."""
+def record_of_base(part: Part) -> BaseRecord:
+    """The record of the base of an adapter's `part`, without its fingerprint. The id is None if built in memory."""
+    module, adapter = part.module, str(part.adapter)
     model = module.get_base_model() if is_peft_model(module) else module
     settings, config = module.peft_config[adapter], getattr(model, "config", None)
     origin = getattr(model, "name_or_path", None) or getattr(config, "_name_or_path", None)  # the latter of diffusers
@@ -121,7 +133,22 @@ def base_identity(module: Any, adapter: str) -> tuple[str | None, str | None, st
     if config is not None and hasattr(config, "to_dict"):
         described = config.to_dict()
     lasting = {key: value for key, value in described.items() if key not in _PASSING}
-    return name, revision, xxhash.xxh3_128_hexdigest(json.dumps(lasting, sort_keys=True, default=str).encode())
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(lasting, sort_keys=True, default=str).encode())
+    dtype = common_dtype(identifying_tensors(part).values())
+    return BaseRecord(name, revision, dtype, digest, {}, class_of_base(model), changes_of_config(model, name, revision))
+
+
+def identifying_tensors(part: Part) -> dict[str, Source]:
+    """The tensors of the base that identify it: those that the adapter does not store in their place."""
+    replaced = {base_name(entry.name) for entry in part.entries}
+    return {name: source for name, source in part.base.items() if name not in replaced}
+
+
+def identifying_samples(record: PartRecord) -> dict[str, Mapping[str, float]]:
+    """The recorded samples of the base without tensors that the adapter replaces, which earlier versions sampled."""
+    replaced = stored_base_names(record)
+    samples = {} if record.base is None else record.base.fingerprint
+    return {name: values for name, values in samples.items() if name not in replaced}
 
 
 def refuse_merged(module: nn.Module) -> None:
@@ -194,7 +221,7 @@ def differences_of_base(
     compared, problems = 0, dict[str, None]()
     for record in parts:
         base = record.base
-        outside = {} if base is None else {n: v for n, v in base.fingerprint.items() if n in left or n not in here}
+        outside = {n: v for n, v in identifying_samples(record).items() if n in left or n not in here}
         if base is None or not outside:
             continue
         compared += len(outside)
@@ -219,12 +246,12 @@ def differing_tensors(
 
     def is_same(name: str, values: Mapping[str, float]) -> bool:
         source = here.get(name)
-        if source is None or not is_floating(source) or any(int(index) >= source.numel for index in values):
+        if source is None or not has_readable_elements(source) or any(int(index) >= source.numel for index in values):
             return False
         found = elements_at(source, rank, [int(index) for index in values])
         return _elements_agree(found, source.dtype, values, dtype, name.rpartition(".")[0] in adapted, is_remade)
 
-    return [name for name, values in record.base.fingerprint.items() if not is_same(name, values)]
+    return [name for name, values in identifying_samples(record).items() if not is_same(name, values)]
 
 
 def differing_elements(file: TensorFile, record: PartRecord) -> tuple[int, list[str]]:
@@ -235,7 +262,7 @@ def differing_elements(file: TensorFile, record: PartRecord) -> tuple[int, list[
     if record.base is None:
         return 0, []
     compared, adapted, names, wrong = 0, _adapted_paths(record), getattr(file, "ties", {}), []
-    for name, values in record.base.fingerprint.items():
+    for name, values in identifying_samples(record).items():
         stored = names.get(name, name)
         spec = file.specs.get(stored)
         if spec is None or not (dtype := getattr(torch, spec.dtype)).is_floating_point:
@@ -254,11 +281,6 @@ def _adapted_paths(record: PartRecord) -> frozenset[str]:
     names = (peft_name(tensor.name, tensor.file) for tensor in record.tensors)
     steps = (name.removeprefix(PREFIX).split(".") for name in names)
     return frozenset(".".join(one[:depth]) for one in steps for depth in range(1, len(one)))
-
-
-def is_floating(source: Source) -> bool:
-    """Whether the tensor's elements can be compared; those of a quantised tensor cannot."""
-    return source.dtype.is_floating_point
 
 
 def common_dtype(tensors: Iterable[Source]) -> str:

@@ -224,7 +224,7 @@ def _load_group(held: OpenCheckpoint, records: list[PartRecord], options: _LoadO
     if whole is None:
         model = options.into
         if model is None:
-            model = base_of(adapters[0], options.base, options.trust_remote_code, verify=options.verify)
+            model = base_of(held, adapters, options.base, options.trust_remote_code, verify=options.verify)
     elif options.into is not None:
         model, report = options.into, _copy_into(options.into, held, whole, options)
     else:

@@ -303,7 +303,7 @@ class _BasePlan:
     view: View
     made: dict[int, tuple[AdaptedLayer, str]] = field(default_factory=dict)  # (layer, tensor name in it), if merged
     moved: dict[int, Source] = field(default_factory=dict)  # the live tensor, if it was tied to a merged one
-    notes: tuple[str, ...] = ()
+    split: tuple[tuple[str, ...], ...] = ()  # names that were tied, and are merged differently in each place
 
 
 def merged_part(view: View, path: str, dtype: str, choice: MergeChoice) -> Part:
@@ -324,13 +324,26 @@ def merged_part(view: View, path: str, dtype: str, choice: MergeChoice) -> Part:
     refuse_unmergeable(view, names, layers)
     plan = _plan_base(base_view(view), layers)
     part = model_part(plan.view, "", path, dtype)
+    _refuse_lost(plan, part)
     entries = _merged_entries(part.entries, plan)
     used = {source.key for entry in entries for source in entry.sources}
     omitted = tuple(source for source in view.sources.values() if source.key not in used)
     left = [name for name in view.module.peft_config if name not in names]
     notes = [f"adapter {', '.join(names)}: merged into {len(layers)} layers"]
     notes += [f"adapter {', '.join(left)}: not merged, left out"] if left else []
-    return replace(part, entries=entries, omitted=omitted, notes=(*part.notes, *notes, *plan.notes))
+    notes += [f"{', '.join(names)}: tied, merged differently in each place, stored once each" for names in plan.split]
+    return replace(part, entries=entries, omitted=omitted, notes=(*part.notes, *notes))
+
+
+def _refuse_lost(plan: _BasePlan, part: Part) -> None:
+    """Raise SelectionError for tensors that differ once merged, of which the class stores one only."""
+    stored = {source.key for entry in part.entries for source in entry.sources}
+    for names in plan.split:
+        if any(plan.view.sources[name].key not in stored for name in names):
+            raise SelectionError(
+                f"{', '.join(names)}: tied by the class {part.module.__class__.__name__}, and the adapter changes it "
+                "under one of its names only; cannot be merged, keep it an adapter (adapter_only=True)"
+            )
 
 
 def _chosen_adapters(view: View, choice: MergeChoice) -> list[str]:
@@ -361,9 +374,8 @@ def _plan_base(base: View, layers: Sequence[AdaptedLayer]) -> _BasePlan:
             else:
                 plan.moved[key] = base.sources[name]
         split += [] if shared is not None or len(names) == 1 else [names]
-    notes = tuple(f"{', '.join(names)}: tied, merged differently in each place, stored once each" for names in split)
     module = _untied_model(base.module) if split else base.module
-    return replace(plan, view=View(module, sources, base.extra), notes=notes)
+    return replace(plan, view=View(module, sources, base.extra), split=tuple(map(tuple, split)))
 
 
 def _kind_of_merge(place: tuple[AdaptedLayer, str] | None) -> Any:

@@ -4,7 +4,7 @@ Supports the 4-bit and 8-bit layers of bitsandbytes. The live layers are never d
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers import AutoConfig
 
 from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrapper import stand_in_parameter
 from ft_ckpt.distributed.wrappers import unwrap, user_class, walk_modules
 from ft_ckpt.errors import BaseMismatchError, LoadError, SelectionError, listing
-from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.model.adapters import base_view, has_adapters
+from ft_ckpt.model.base_class import BaseClass
+from ft_ckpt.model.base_files import FileOrigin, find_origins
 from ft_ckpt.model.companions import is_quantised
 from ft_ckpt.model.conversion import with_whole_parameters
 from ft_ckpt.model.plain_module import put_at, tensor_at
@@ -167,44 +166,49 @@ class FileModel:
     left: tuple[str, ...]
 
 
-def model_on_files(folder: Path, file: TensorFile, *, in_memory: bool = False) -> FileModel:
-    """The model of the config in `folder` with the tensors of `file`, under the names that transformers reads.
+def model_on_files(
+    folder: Path, base: BaseClass, file: TensorFile, replaced: Collection[str], *, in_memory: bool = False
+) -> FileModel:
+    """The model `base` in `folder` with the tensors of `file`, under the names that transformers reads.
 
-    Tensors that transformers converts, such as fused experts, are computed at each read; with `in_memory` once, so that
-    the model can run. Raises LoadError for a class that is not in transformers, or naming tensors that are missing or
-    have another shape.
+    Tensors in `replaced`, which the caller fills, are zeros if the file lacks them or has another shape. Tensors that
+    transformers converts, such as fused experts, are computed at each read; with `in_memory` once, so that the model
+    can run. Raises LoadError for a class that is not in transformers, or naming tensors that are missing or have
+    another shape.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    name = str((getattr(config, "architectures", None) or [""])[0])
-    cls = model_class(name)
-    if cls is None or getattr(config, "auto_map", None):
+    name = base.cls.__name__
+    if model_class(name) is not base.cls or getattr(base.config, "auto_map", None):
         raise LoadError(
-            f"{folder}: {name!r} is no model class of transformers; load it with its own code and PEFT, and save it "
+            f"{folder}: its class is in no module of transformers; load it with its own code and PEFT, and save it "
             "with CheckpointSaver.save(merged=True)"
         )
     with without_memory():
-        model = cls(config)
+        model = base.cls(base.config)
     # Converted tensors are read when PEFT has replaced layers of the model.
     described = with_whole_parameters(model, model.state_dict())
-    places, left = _find_places(model, file)
-    problems: list[str] = []
-    for place in places:
-        problems += _fill_place(model, described, place, file, in_memory)
+    found = find_origins(model, model.state_dict(), file)
+    model._weight_conversions = list(found.transforms)  # a save reverts the conversions that were used
+    wrong: dict[str, str] = {}
+    for origin in found.origins:
+        wrong |= _fill_place(model, described, origin, file, in_memory)
     _tie_missing(model)
-    lost = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
-    problems += [f"{name}: not in the files" for name in lost]
+    empty = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_meta}
+    problems = {name: f"{name}: not in the files" for name in empty} | wrong
+    for name in replaced & problems.keys():
+        zeros = torch.zeros(empty[name].shape, dtype=empty[name].dtype, device="cpu")
+        put_at(model, name, nn.Parameter(zeros, requires_grad=False))
+        del problems[name]
     if problems:
-        raise LoadError(f"{folder}: {listing(problems)}: its files do not fit {name}; use another copy")
+        raise LoadError(f"{folder}: {listing([*problems.values()])}: its files do not fit {name}; use another copy")
     add_folder_settings(model, folder)
-    return FileModel(model.eval().requires_grad_(False), tuple(left))
+    return FileModel(model.eval().requires_grad_(False), found.left)
 
 
-def dequantised_model(folder: Path) -> FileModel:
-    """The quantised model in `folder` with dequantised weights in memory. Raises LoadError if that fails."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    cls = model_class(str((getattr(config, "architectures", None) or [""])[0])) or AutoModel
+def dequantised_model(folder: Path, base: BaseClass) -> FileModel:
+    """The quantised model `base` in `folder` with dequantised weights in memory. Raises LoadError if that fails."""
+    options = {"dtype": "auto", "local_files_only": True}
     try:
-        model = cls.from_pretrained(folder, dtype="auto", local_files_only=True).dequantize()
+        model = base.cls.from_pretrained(folder, config=base.config, **options).dequantize()
     except (ImportError, NotImplementedError, ValueError, RuntimeError) as error:
         raise LoadError(
             f"{folder}: cannot be dequantised: {error}; name the model it was made of with base="
@@ -219,50 +223,8 @@ def is_quantised_folder(folder: Path) -> bool:
     return getattr(AutoConfig.from_pretrained(folder, trust_remote_code=False), "quantization_config", None) is not None
 
 
-@dataclass(frozen=True, eq=False)
-class _FileOrigin:
-    """Stored tensors that transformers loads as one or several tensors of the model."""
-
-    target: str  # the first name in the model
-    stored: tuple[tuple[str, str], ...]  # (pattern of the converter, name in the file)
-    converter: WeightConverter | None  # None: one stored tensor, unchanged
-
-    def convert(self, model: Any, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The model's tensors by name; `read` returns a stored tensor."""
-        if self.converter is None:
-            return {self.target: read(self.stored[0][1])}
-        one = copy.deepcopy(self.converter)
-        for pattern, name in self.stored:
-            one.add_tensor(self.target, name, pattern, read(name))
-        found = one.convert(self.target, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
-
-
-def _find_places(model: Any, file: TensorFile) -> tuple[list[_FileOrigin], list[str]]:
-    """The origins of the model's tensors in `file`, as transformers renames and converts them; and unused names."""
-    transforms = get_model_conversion_mapping(model)
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    own, prefix = model.state_dict(), model.base_model_prefix
-    places: dict[str, list[tuple[str, str]]] = {}
-    left = []
-    for name in sorted(file.specs, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, own)
-        if target not in own and name in own:  # as in transformers: the stored name is already the model's
-            target, pattern = rename_source_key(name, [], [], prefix, own)
-        if target in own:
-            places.setdefault(target, []).append((pattern or "", name))
-        else:
-            left.append(name)
-    # A save reverts the conversions that were used; transformers 5.4 does not record the use and reverts all.
-    model._weight_conversions = [one for one in transforms if not hasattr(one, "was_used") or one.was_used()]
-    found = [_FileOrigin(target, tuple(some), by_pattern.get(some[0][0])) for target, some in places.items()]
-    return found, left
-
-
-def _fill_place(model: Any, described: Any, place: _FileOrigin, file: TensorFile, in_memory: bool) -> list[str]:
-    """Put mapped tensors, or stand-ins for computed ones, into the model; a line for each misfit.
+def _fill_place(model: Any, described: Any, place: FileOrigin, file: TensorFile, in_memory: bool) -> dict[str, str]:
+    """Put mapped tensors, or stand-ins for computed ones, into the model; a line by name for each misfit.
 
     `described`: the model as `with_whole_parameters` gives it.
     """
@@ -273,14 +235,12 @@ def _fill_place(model: Any, described: Any, place: _FileOrigin, file: TensorFile
     def read_target(target: str) -> Tensor:
         return place.convert(described, read_stored)[target]
 
-    def empty_stored(name: str) -> Tensor:
-        return torch.empty(file.specs[name].shape, dtype=dtype_of(file.specs[name].dtype), device="meta")
-
-    wrong = []
-    for target, empty in place.convert(described, empty_stored).items():
+    wrong = {}
+    for target, empty in place.convert_empty(described, file).items():
         live, shape = tensor_at(model, target), tuple(empty.shape)
         if live is None or tuple(live.shape) != shape:
-            wrong.append(f"{target}: {shape} in the files, expected {None if live is None else tuple(live.shape)}")
+            expected = None if live is None else tuple(live.shape)
+            wrong[target] = f"{target}: {shape} in the files, expected {expected}"
         elif place.converter is not None and not in_memory:
             put_at(model, target, stand_in_parameter(shape, empty.dtype, partial(read_target, target)))
         else:

@@ -5,17 +5,14 @@ The base is a model on its mapped files. PEFT attaches the adapters to it, and i
 
 import copy
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
 from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
@@ -27,7 +24,10 @@ from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError,
 from ft_ckpt.formats.detect import open_tensor_file
 from ft_ckpt.formats.layout import TensorFile, TensorRecord
 from ft_ckpt.formats.registry import checkpoint_format_of
+from ft_ckpt.model.adapters import stored_base_names
 from ft_ckpt.model.attach_adapters import attach_adapters
+from ft_ckpt.model.base_class import find_base_class
+from ft_ckpt.model.base_files import base_folder
 from ft_ckpt.model.convert import ConvertOptions, ConvertReport, check_apart, convert_options, named_base, open_source
 from ft_ckpt.model.diffusers import model_on_file
 from ft_ckpt.model.entries import MergeChoice, Merged, finite_numbers, merge_choice
@@ -60,6 +60,11 @@ class StoredAdapters:
 
     held: OpenCheckpoint
     records: tuple[PartRecord, ...]  # of the chosen adapters
+
+    @property
+    def base_names(self) -> frozenset[str]:
+        """The names in the base of the tensors that the adapters store."""
+        return frozenset(name for record in self.records for name in stored_base_names(record))
 
     @property
     def base_place(self) -> Place:
@@ -116,7 +121,7 @@ def find_base(stored: StoredAdapters, given: Any) -> Place:
     Raises LoadError if there is none, or if the adapters name several.
     """
     if given is not None:
-        return open_place(given) if (found := _base_folder(given, None)) is None else found
+        return open_place(given) if (found := base_folder(given, None)) is None else found
     if stored.has_base:
         return stored.base_place
     bases = {str(record.adapter): record.base or BaseRecord(None, None, "float32", "", {}) for record in stored.records}
@@ -128,22 +133,12 @@ def find_base(stored: StoredAdapters, given: Any) -> Place:
     record, base = stored.records[0], bases[str(stored.records[0].adapter)]
     named = _adapter_settings(Place(stored.held.store, record.path).folder).get("base_model_name_or_path")
     for name in filter(None, (base.id, named if isinstance(named, str) else None)):
-        if (folder := _base_folder(name, base.revision)) is not None:
+        if (folder := base_folder(name, base.revision)) is not None:
             return folder
     raise LoadError(
         f"adapter {record.adapter!r}: its base {base.id or named!r} is neither a folder here nor in the Hub's cache; "
         "name its folder with base="
     )
-
-
-def _base_folder(name: str | os.PathLike[str] | Place, revision: str | None) -> Place | None:
-    """The folder `name`, or the folder of the repository `name` in the Hub's cache on this machine, or None."""
-    place = open_place(name)
-    if place.is_folder:
-        return place
-    with suppress(LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, ValueError):
-        return open_place(snapshot_download(str(name), revision=revision, local_files_only=True))
-    return None
 
 
 def _foreign_records(store: Store) -> Iterator[PartRecord]:
@@ -245,7 +240,7 @@ def merge(
         check_apart([source, found], options)
         place = stack.enter_context(hold_open(found))
         opened = stack.enter_context(closing(open_source(place, found)))
-        based = base_on_files(place, found, dequantize=dequantize, in_memory=check is not None)
+        based = base_on_files(place, found, stored, dequantize=dequantize, in_memory=check is not None)
         beside = stored.has_base and base is None
         sampled = check_base and not beside
         model, added = attach_adapters(based.model, stored.held, stored.records, check_base=sampled, beside=beside)
@@ -271,8 +266,10 @@ def _save_merged(model: Any, options: ConvertOptions, given: Mapping[str, Any], 
     return run_save(request, None, ranks, config, begun, None, SharedFolders())
 
 
-def base_on_files(place: Place, found: Place, *, dequantize: bool, in_memory: bool) -> FileModel:
-    """The base on its mapped files, able to run if `in_memory`; `found` is the name of `place` in messages.
+def base_on_files(
+    place: Place, found: Place, stored: StoredAdapters, *, dequantize: bool, in_memory: bool
+) -> FileModel:
+    """The base of `stored` on its mapped files, able to run if `in_memory`; `found` is the name of `place` in messages.
 
     Raises LoadError if there is no model, and for a quantised one without `dequantize`.
     """
@@ -284,15 +281,20 @@ def base_on_files(place: Place, found: Place, *, dequantize: bool, in_memory: bo
         file = JoinedFile([("", _open_mapped(place.folder, name)) for name in names], str(found))
         return FileModel(model_on_file(config, file, str(found)), ())
     with local_folder(place, lambda name: "/" not in name and (dequantize or name not in names)) as folder:
+        record = stored.records[0]
+        settings = _adapter_settings(Place(stored.held.store, record.path).folder)
+        base = find_base_class(str(folder), record, settings, trust_remote_code=False)
         if not is_quantised_folder(folder):
             file = JoinedFile([("", _open_mapped(place.folder, name)) for name in names], str(found))
-            return model_on_files(folder, file, in_memory=in_memory)
+            made = model_on_files(folder, base, file, stored.base_names, in_memory=in_memory)
+            base.complete(made.model)
+            return made
         if not dequantize:
             raise LoadError(
                 f"{found}: its weights are quantised; name the original model with base=, or merge into the "
                 "dequantised weights, with their quantisation error, by dequantize=True"
             )
-        return dequantised_model(folder)
+        return dequantised_model(folder, base)
 
 
 def _open_mapped(store: Store, name: str) -> TensorFile:
@@ -339,7 +341,7 @@ def onto_plain_base(
     else:
         found = find_base(stored, base)
         place = stack.enter_context(hold_open(found))
-        plain = base_on_files(place, found, dequantize=False, in_memory=in_memory).model
+        plain = base_on_files(place, found, stored, dequantize=False, in_memory=in_memory).model
         live.refuse_other(plain, str(found))
         prove_sources()  # now, because another thread or rank may commit
     made: Any = attach_adapters(plain, stored.held, stored.records, check_base=not dequantize)[0]

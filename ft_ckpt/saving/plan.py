@@ -26,7 +26,7 @@ from ft_ckpt.errors import ConfigError, IncompleteError
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model import companions as companions
 from ft_ckpt.model.adapters import has_adapters
-from ft_ckpt.model.base_model import base_identity, common_dtype, refuse_merged
+from ft_ckpt.model.base_model import identifying_tensors, record_of_base, refuse_merged
 from ft_ckpt.model.config_check import check_config
 from ft_ckpt.model.diffusers import is_diffusers, write_config
 from ft_ckpt.model.entries import MergeChoice, Part, lossy_casts, main_dtype, shared_between
@@ -98,11 +98,6 @@ def _part_record(one: PartPlan, base: BaseRecord | None, class_name: str, compre
         base=base,
         casts=lossy_casts(part),
     )
-
-
-def base_record(part: Part, fingerprint: Mapping[str, Any]) -> BaseRecord:
-    identity, revision, digest = base_identity(part.module, str(part.adapter))
-    return BaseRecord(identity, revision, common_dtype(part.base.values()), digest, fingerprint)
 
 
 def _base_with_fingerprint(
@@ -274,9 +269,10 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], document: Doc
     for part in described:
         notes += check_companions(part.module, request.tokenizer, request.chat_template_name)
     parts = [one.part for one in plans if one.part.kind != "state"]
+    bases = {part.name: record_of_base(part) for part in parts if part.kind == "adapter"}
     files: dict[str, bytes] = {}
     for part in parts:
-        made = files_made_by(partial(_write_companions, part=part, request=request))
+        made = files_made_by(partial(_write_companions, part=part, request=request, base=bases.get(part.name)))
         files |= {_path_in(part, name): content for name, content in made.items()}
     if request.tokenizer is not None and described:
         made = files_made_by(lambda folder: companions.write_tokenizer(folder, request.tokenizer))
@@ -288,7 +284,7 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], document: Doc
     modules = {one.part.name: one.part.module for one in plans}
     return Companions(
         {**files, **extras},
-        {part.name: base_record(part, {}) for part in parts if part.kind == "adapter"},
+        bases,
         {name: "" if module is None else user_class(type(module)).__name__ for name, module in modules.items()},
         document,
         tuple(notes),
@@ -306,14 +302,14 @@ def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str 
     return companions.check_tokenizer(module, tokenizer) if has_tokens else ()
 
 
-def _write_companions(folder: Path, part: Part, request: SaveRequest) -> None:
+def _write_companions(folder: Path, part: Part, request: SaveRequest, base: BaseRecord | None) -> None:
     if part.kind == "model" and is_diffusers(part.module):
         write_config(folder, part)
     elif part.kind == "model":
         generation = companions.generation_config(part.module, request.tokenizer, request.chat_template_name)
         companions.write_model(folder, part.module, dtype=main_dtype(part), generation=generation)
-    elif part.kind == "adapter":
-        how: dict[str, Any] = {"base": base_record(part, {}), "beside": part.beside, "base_id": request.base_id}
+    elif base is not None:
+        how: dict[str, Any] = {"base": base, "beside": part.beside, "base_id": request.base_id}
         how["library"] = "diffusers" if part.file == DIFFUSERS_LORA_FILE else "peft"
         companions.write_adapter(folder, part.module, str(part.adapter), **how)
     else:
@@ -402,7 +398,7 @@ def plan_save(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePl
         engine=engine_names([*own.values(), *captured.found.values()]),
         ties_to_check=tuple(pair for part in parts for pair in part.doubtful),
         is_spread=all(is_known_to_all(source.sharding, ranks.size) for source in _sources_of(parts)),
-        samples={part.name: sample_elements(part.base, ranks.rank) for part in parts if part.base},
+        samples={part.name: sample_elements(identifying_tensors(part), ranks.rank) for part in parts if part.base},
         companions=companions_of(request, plans, captured.document, ranks),
     )
 

@@ -1,0 +1,155 @@
+"""The class to load the base of adapters with, and its config.
+
+The files of a base name the class that was published. Adapters may be trained on another class with the same body, such
+as a classifier whose labels come from the script.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from ft_ckpt.checkpoint.manifest import PartRecord
+from ft_ckpt.errors import LoadError, damaged_input, listing
+from ft_ckpt.model.adapters import PREFIX, base_name, embedding_of
+from ft_ckpt.model.base_config import changed_fields, config_for, plain_config
+from ft_ckpt.model.pretrained import model_class, without_memory
+from ft_ckpt.model.settings import absurd_counts
+
+_MAX_LABELS = 1 << 20  # rows of a stored head that are taken for labels
+
+
+@dataclass(frozen=True)
+class BaseClass:
+    """How to make the base of an adapter."""
+
+    cls: Any  # a model class of transformers, or an auto class
+    config: Any  # None if the files have none
+    later: Mapping[str, Any] = field(default_factory=dict)  # values that are valid once the embeddings are resized
+
+    def complete(self, model: Any) -> None:
+        """Set the fields of the config that can only be set once the model is made."""
+        for name, value in self.later.items():
+            setattr(model.config, name, value)
+
+
+def find_base_class(place: str, record: PartRecord, settings: Mapping[str, Any], **options: Any) -> BaseClass:
+    """The class and config for the base of the adapter in `record` with these `settings`; `place`: its files.
+
+    The recorded class, or else the first of these whose modules have the names of the adapter's tensors: the class in
+    the adapter's config, the one that the files name, the auto class of its task. `options`: of `from_pretrained`.
+    """
+    from transformers import AutoConfig, AutoModel
+
+    try:
+        config = AutoConfig.from_pretrained(place, **options)
+    except (OSError, ValueError):
+        return BaseClass(AutoModel, None)  # its error names the problem
+    base = record.base
+    recorded = None if base is None else _class_named(base.class_name, config)
+    own = None if recorded is None else config_for(getattr(recorded, "config_class", None), config)
+    if base is not None and own is not None:
+        return _with_changes(recorded, own, base.config)
+    return _guess_class(config, settings, record)
+
+
+def _with_changes(cls: Any, config: Any, changes: Mapping[str, Any]) -> BaseClass:
+    """The class with its config, in which the recorded `changes` are made."""
+    if not changes:
+        return BaseClass(cls, config)
+    settings = changed_fields(plain_config(config), changes)
+    if absurd := absurd_counts(settings):
+        raise LoadError(f"config of the base, as the adapter records it: {listing(absurd)}; use another copy")
+    later: dict[str, Any] = {}
+    padding, rows = settings.get("pad_token_id"), settings.get("vocab_size")
+    if isinstance(padding, int) and isinstance(rows, int) and padding >= rows:  # a token that was added
+        later["pad_token_id"] = padding
+        settings["pad_token_id"] = None
+    with damaged_input("config of the base, as the adapter records it"):
+        return BaseClass(cls, type(config).from_dict(settings), later)
+
+
+# Without a record: an adapter of PEFT, or of an earlier version
+
+
+def _guess_class(config: Any, settings: Mapping[str, Any], record: PartRecord) -> BaseClass:
+    """The first class that has the modules of the adapter's tensors, with as many labels as its head has rows."""
+    from transformers import AutoModel
+
+    candidates = list(dict.fromkeys(_candidates(config, settings)))
+    for cls in candidates:
+        own = config_for(cls.config_class, config)
+        if own is not None and _has_modules(cls, own, record):
+            return BaseClass(cls, _with_labels(cls, own, record))
+    return BaseClass(candidates[0] if candidates else AutoModel, config)
+
+
+def _candidates(config: Any, settings: Mapping[str, Any]) -> Iterator[Any]:
+    from transformers import AutoModel
+
+    mapping = settings.get("auto_mapping")
+    own_class = mapping.get("base_model_class", "") if isinstance(mapping, dict) else ""
+    named = [own_class, *(getattr(config, "architectures", None) or ())]
+    yield from filter(None, (model_class(str(name)) for name in named))
+    for auto in filter(None, (_auto_class(str(settings.get("task_type"))), AutoModel)):
+        classes = auto._model_mapping.get(type(config), ())
+        yield from classes if isinstance(classes, (list, tuple)) else (classes,)
+
+
+def _class_named(name: str, config: Any) -> Any:
+    """The class `name` of transformers, or the auto class for it in the config's own code; None if there is none."""
+    import transformers
+
+    if (cls := model_class(name)) is not None:
+        return cls
+    for auto, reference in (getattr(config, "auto_map", None) or {}).items():
+        if isinstance(reference, str) and reference.rpartition(".")[2] == name:
+            return getattr(transformers, auto, None)
+    return None
+
+
+@cache
+def _auto_class(task: str) -> Any:
+    """The auto class of transformers for a task of PEFT; None for an unknown task."""
+    from peft import auto
+
+    wrapper = auto.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(task)
+    for loader in vars(auto).values():
+        if wrapper is not None and getattr(loader, "_target_peft_class", None) is wrapper:
+            return loader._target_class
+    return None
+
+
+def _empty_model(cls: Any, config: Any) -> Any:
+    with without_memory():
+        return cls(config)
+
+
+def _has_modules(cls: Any, config: Any, record: PartRecord) -> bool:
+    """Whether the model has the outermost modules that the adapter's tensors are in."""
+    outermost = {name for name, _ in _empty_model(cls, config).named_children()}
+    inside = [tensor.name.removeprefix(PREFIX) for tensor in record.tensors if tensor.name.startswith(PREFIX)]
+    return all(name.partition(".")[0] in outermost for name in inside)
+
+
+def _with_labels(cls: Any, config: Any, record: PartRecord) -> Any:
+    """The config with the number of labels for which most stored tensors have the shapes of the model's."""
+    stored = {base_name(tensor.name): tensor.shape for tensor in record.tensors}
+    wrong = _misfits(cls, config, stored)
+    rows = {stored[name][0] for name in wrong if stored[name] and stored[name][0] <= _MAX_LABELS}
+    for number in sorted(rows):
+        labelled = copy.deepcopy(config)
+        labelled.num_labels = number
+        if len(_misfits(cls, labelled, stored)) < len(wrong):
+            return labelled
+    return config
+
+
+def _misfits(cls: Any, config: Any, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The stored tensors, other than embeddings, whose shape differs from that in the model."""
+    model = _empty_model(cls, config)
+    embedding = embedding_of(model)
+    resized = {f"{name}.weight" for name, module in model.named_modules() if module is embedding}
+    own = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    return [name for name, shape in stored.items() if own.get(name, shape) != shape and name not in resized]
