@@ -9,7 +9,8 @@ import torch
 from compare import assert_agree, logits
 from faults import edit
 from models import trained
-from transformers import Qwen3ForCausalLM
+from quantised_weights import pack_linear_layers
+from transformers import Qwen3ForCausalLM, TorchAoConfig
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
@@ -192,3 +193,60 @@ def test_a_base_that_changed_is_saved(tmp_path):
     assert_agree(logits(again), logits(model))
     with pytest.warns(UserWarning, match="base has changed"):
         assert second.save_state(path=tmp_path / "later").kind == "full"
+
+
+# Quantised bases whose weights are tensor subclasses
+
+
+def packed(seed=0):
+    base = pack_linear_layers(models.build("qwen3", seed=seed))
+    return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def test_a_base_whose_elements_cannot_be_read_is_known_by_the_others(tmp_path):
+    """Quantisers give weights a class that implements what a layer needs, and no access to an element."""
+    model = trained(packed())
+    expected = logits(model)
+    CheckpointSaver().save(model, tmp_path / "adapter", adapter_only=True)
+    again = pack_linear_layers(models.build("qwen3"))
+    assert_agree(logits(ft_ckpt.load_model(tmp_path / "adapter", base=again)), expected)
+    with pytest.raises(BaseMismatchError, match="sampled tensors"):
+        ft_ckpt.load_model(tmp_path / "adapter", base=pack_linear_layers(models.build("qwen3", seed=1)))
+
+
+def test_a_run_on_a_base_whose_elements_cannot_be_read(tmp_path):
+    model = trained(packed())
+    with saver_of(model, tmp_path) as saver:
+        saver.save_state()
+    again = packed()
+    with saver_of(again, tmp_path) as saver:
+        saver.resume()
+    assert_agree(logits(again), logits(model))
+    with saver_of(packed(seed=1), tmp_path) as saver, pytest.raises(LoadError, match="not the base"):
+        saver.resume()
+
+
+@pytest.mark.parametrize(
+    "kind", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig"]
+)
+def test_a_base_that_torchao_quantised(tmp_path, kind):
+    quantization = pytest.importorskip("torchao.quantization")
+    models.build("qwen3").save_pretrained(tmp_path / "base")
+    settings = TorchAoConfig(getattr(quantization, kind)())
+
+    def quantised():
+        base = Qwen3ForCausalLM.from_pretrained(tmp_path / "base", quantization_config=settings)
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+    model = trained(quantised())
+    expected = logits(model)
+    with saver_of(model, tmp_path / "run") as saver:
+        saver.save(model, tmp_path / "adapter", adapter_only=True)
+        saver.save_state()
+    base = Qwen3ForCausalLM.from_pretrained(tmp_path / "base", quantization_config=settings)
+    assert_agree(logits(ft_ckpt.load_model(tmp_path / "adapter", base=base)), expected)
+    ft_ckpt.merge(tmp_path / "adapter", tmp_path / "merged", progress=False)
+    again = quantised()
+    with saver_of(again, tmp_path / "run") as saver:
+        saver.resume()
+    assert_agree(logits(again), expected)
