@@ -8,6 +8,7 @@ import copy
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -245,15 +246,19 @@ def _unused_tensors(view: View, names: Sequence[str], layers: Sequence[AdaptedLa
 
 
 def merge_layer(layer: AdaptedLayer, tensors: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the plain layer, by name in it, at least float32.
+    """The tensors of the plain layer, by name in it, in the widest dtype among the layer's and at least float32.
 
     `tensors`, by key of their source, may be modified. Missing tensors are on the meta device. With weights, each
     adapter is merged alone, and the weighted differences from the base are summed.
     """
-    wide = {key: tensor.to(wide_dtype(tensor.dtype)) for key, tensor in tensors.items()}
+    floating = [holder.dtype for holder in layer.holders.values() if holder.is_floating_point()]
+    dtype = reduce(torch.promote_types, floating, torch.float32)
+    wide = {}
+    for key, tensor in {**layer.holders, **tensors}.items():
+        wide[key] = tensor.to(dtype if tensor.is_floating_point() else wide_dtype(tensor.dtype))
     if None in layer.shares.values():
         return _merge_copy(layer, wide, list(layer.shares))
-    own = {name: wide.get(info.key, layer.holders[info.key]) for name, info in layer.base.items()}
+    own = {name: wide[info.key] for name, info in layer.base.items()}
     total = {name: tensor.clone() for name, tensor in own.items()}
     for adapter, share in layer.shares.items():
         fresh = {key: tensor.clone() for key, tensor in wide.items()}

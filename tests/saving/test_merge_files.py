@@ -417,3 +417,22 @@ def test_a_quantised_base_on_two_ranks(tmp_path):
     """Under DDP, whose ranks each hold all of it."""
     pytest.importorskip("bitsandbytes")
     assert run_cases("quantised", ["merged_from_ddp"], tmp_path) == {"merged_from_ddp": ""}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("factor", ["lora_A", "lora_B"])
+def test_an_adapter_with_one_tensor_of_another_dtype(base, tmp_path, dtype, factor):
+    """A layer is merged in the widest dtype of its tensors."""
+    model = adapted(base, low_rank(LINEAR))
+    model.save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if factor in name)
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
+    merged(tmp_path / "adapter", tmp_path / "out")
+    with torch.no_grad():
+        live = dict(model.named_parameters())[name.replace(".weight", ".default.weight")]
+        live.copy_(tensors[name].to(live.dtype))
+    expected = reference(model.merge_and_unload(), tmp_path / "theirs")
+    assert_close_tensors(stored(tmp_path / "out"), expected)
