@@ -14,6 +14,7 @@ from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import LoadError, damaged_input, listing
 from ft_ckpt.model.adapters import PREFIX, base_name, embedding_of
 from ft_ckpt.model.base_config import changed_fields, config_for, plain_config
+from ft_ckpt.model.base_files import names_of_today
 from ft_ckpt.model.pretrained import model_class, without_memory
 from ft_ckpt.model.settings import absurd_counts
 
@@ -127,10 +128,14 @@ def _empty_model(cls: Any, config: Any) -> Any:
 
 
 def _has_modules(cls: Any, config: Any, record: PartRecord) -> bool:
-    """Whether the model has the outermost modules that the adapter's tensors are in."""
-    outermost = {name for name, _ in _empty_model(cls, config).named_children()}
+    """Whether the model has the outermost modules that the adapter's tensors are in, by today's names or older ones."""
+    model = _empty_model(cls, config)
+    outermost = {name for name, _ in model.named_children()}
     inside = [tensor.name.removeprefix(PREFIX) for tensor in record.tensors if tensor.name.startswith(PREFIX)]
-    return all(name.partition(".")[0] in outermost for name in inside)
+    for name, renamed in zip(inside, names_of_today(model, inside), strict=True):
+        if outermost.isdisjoint({name.partition(".")[0], renamed.partition(".")[0]}):
+            return False
+    return True
 
 
 def _with_labels(cls: Any, config: Any, record: PartRecord) -> Any:

@@ -113,6 +113,16 @@ def find_origins(model: Any, names: Collection[str], file: TensorFile) -> FileOr
     return FileOrigins(tuple(origins), tuple(left), tuple(used))
 
 
+def names_of_today(model: Any, names: Iterable[str]) -> list[str]:
+    """The names after transformers' renaming of those that earlier versions gave the tensors of this class."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    return [rename_source_key(name, renamings, [])[0] for name in names]
+
+
 _absent: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()  # by live base: each save asks again
 
 
