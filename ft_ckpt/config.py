@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 from ft_ckpt.errors import ConfigError, Rule, check_settings, is_number, listing
 from ft_ckpt.formats.registry import DEFAULT_FORMAT, tensor_formats
@@ -290,7 +290,8 @@ def _is_template(template: str) -> bool:
 def _is_publish_goal(goal: Any) -> bool:
     urls = goal.get("url") if isinstance(goal, Mapping) else goal
     many: Any = [urls] if isinstance(urls, str) else urls if isinstance(urls, Sequence) else ()
-    to_servers = not (isinstance(goal, Mapping) and goal.get("delta"))  # or to a chain, which `publish_goal` checks
+    to_chain = isinstance(goal, Mapping) and goal.get("delta") is True  # `publish_goal` checks its URL
+    to_servers = not to_chain
     are_urls = (str(url).startswith(("http://", "https://")) == to_servers for url in many)
     is_known = not isinstance(goal, Mapping) or goal.get("after_resume", "resumed") in ("resumed", "published")
     return goal is None or (bool(many) and all(are_urls) and is_known)
@@ -304,14 +305,19 @@ def _absolute_goal(goal: Any) -> Any:
     for name in ("stage", "base"):
         path = absolute.get(name)
         is_hub_id = name == "base" and isinstance(path, str) and not open_place(path).is_folder
-        if isinstance(path, (str, os.PathLike)) and not is_hub_id:
+        if _is_path(path) and not is_hub_id:
             absolute[name] = absolute_location(path)
     if isinstance(goal.get("visible_at"), Mapping):
         folders = goal["visible_at"].items()
-        absolute["visible_at"] = {absolute_location(folder): seen for folder, seen in folders}
-    if goal.get("delta") and isinstance(goal.get("url"), (str, os.PathLike)):
+        absolute["visible_at"] = {absolute_location(path) if _is_path(path) else path: seen for path, seen in folders}
+    if goal.get("delta") is True and isinstance(goal.get("url"), (str, os.PathLike)):
         absolute["url"] = absolute_location(goal["url"])
     return absolute
+
+
+def _is_path(value: Any) -> TypeGuard[str | os.PathLike[str]]:
+    """Whether it may be a path; `publish_goal` refuses other values."""
+    return isinstance(value, (str, os.PathLike)) and os.fspath(value) not in ("", b"")
 
 
 def _is_local_folder(staging: Any) -> bool:

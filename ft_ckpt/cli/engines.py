@@ -3,7 +3,6 @@
 import dataclasses
 import sys
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.cli import views
@@ -34,7 +33,7 @@ def add_publish(parser: ArgumentParser) -> None:
         "--visible-at", action="append", metavar="LOCAL=SERVER", default=[],
         help="Path at which the servers see a folder of this machine; may be repeated.",
     )  # fmt: skip
-    parser.add_argument("--stage", type=Path, metavar="FOLDER", help="Folder that servers see, for one in a bucket.")
+    parser.add_argument("--stage", metavar="FOLDER", help="Folder that servers see, for one in a bucket.")
     parser.add_argument(
         "--keep",
         type=bounded(int, 0),
@@ -84,11 +83,12 @@ def _publish(options: Namespace) -> None:
     With --follow, each new newest checkpoint of a run; with --delta, append it to a chain that others rebuild it from.
     """
     from ft_ckpt.engines.follow import follow_run
-    from ft_ckpt.engines.publish import PublishOptions, publish_with
+    from ft_ckpt.engines.options import PublishOptions, stage_folder
+    from ft_ckpt.engines.publish import publish_with
 
     how = PublishOptions(
-        name=options.name, version=options.version, kind=options.kind, part=options.part, stage=options.stage,
-        visible_at=_pairs("--visible-at", options.visible_at), keep=options.keep,
+        name=options.name, version=options.version, kind=options.kind, part=options.part,
+        stage=stage_folder(options.stage), visible_at=_pairs("--visible-at", options.visible_at), keep=options.keep,
         in_flight=options.in_flight, check=options.check, base=options.base, timeout_seconds=options.timeout,
         headers=_pairs("--header", options.header), delta=options.delta, anchor_every=options.anchor_every,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from ft_ckpt.messages import SECRET
 TOKEN_VARIABLE = "FT_CKPT_ENGINE_TOKEN"  # noqa: S105 - the name of the environment variable, not a token
 _ANSWER_LIMIT_BYTES = 256 << 20  # enough for the SHA-256 of a million parameters
 _QUOTED_CHARACTERS = 300  # of a response, in messages
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110
 _SHORT = 3  # characters of a word in a header that is no secret
 
 
@@ -73,8 +74,9 @@ class Client:
         if parts.username or parts.password:
             raise ConfigError(f"{self.url}: a password in a URL is logged; give it in headers=, or {TOKEN_VARIABLE}")
         for name, value in self._all_headers().items():
-            text = f"{name}{value}"
-            if not isinstance(value, str) or not text.isascii() or not text.isprintable():
+            if not _HEADER_NAME.fullmatch(str(name)):
+                raise ConfigError(f"header {name!r}: expected a name of letters, digits and dashes")
+            if not isinstance(value, str) or not value.isascii() or not value.isprintable():
                 raise ConfigError(f"header {name}: expected printable ASCII; is there a line break in the token?")
         object.__setattr__(self, "url", self.url.rstrip("/"))
 

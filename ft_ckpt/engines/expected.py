@@ -4,6 +4,10 @@ Engines store tensors in another form than files: q, k and v are fused, gate and
 holds its rows or columns, the vocabulary is padded, and all tensors have the engine's dtype. The rules here are those
 of dense decoders (vLLM's `QKVParallelLinear`, `MergedColumnParallelLinear`, `RowParallelLinear` and
 `VocabParallelEmbedding`, which SGLang shares). Parameters without a rule are counted, but prove nothing.
+
+On some processors an engine packs linear layers for its kernels, and reports the digests of the packed ones, or of no
+bytes (vLLM 0.32 with AVX-512 BF16). Which layers these are is learned from weights that the server holds and whose
+files are known, see `packed_layers`.
 """
 
 import hashlib
@@ -25,10 +29,12 @@ KNOWN_MODELS = frozenset({
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _COLUMN_PARALLEL = re.compile(r"\.(q|k|v|gate|up)_proj\.")  # cut along the rows, fused or not
 _ROW_PARALLEL = re.compile(r"\.(o_proj|down_proj)\.weight$")  # cut along the columns of the stored matrix
+_LINEAR = re.compile(r"\.(q|k|v|qkv|o|gate|up|gate_up|down)_proj\.weight$")
 _VOCABULARY = re.compile(r"(^|\.)(embed_tokens|lm_head)\.weight$")
 _RANK = re.compile(r"^(?:[a-z]+\d+:)+")
 _VOCABULARY_PADDING = 64
 _SHA256_DIGITS = 64
+_NO_BYTES = hashlib.sha256().hexdigest()
 _THREADS = 4  # each with one parameter in memory
 _DTYPES = ("bfloat16", "float16", "float32")  # that an engine may compute in, after the file's own
 
@@ -38,7 +44,7 @@ class Comparison:
     """The parameters of one server against a checkpoint."""
 
     equal: tuple[str, ...]
-    different: tuple[str, ...]  # names with a rule whose digest differs
+    different: Mapping[str, frozenset[str]]  # names with a rule whose digest differs, with the digests by the files
     without_rule: tuple[str, ...]  # names without a rule, or with a digest that is not SHA-256
     unused: tuple[str, ...]  # stored tensors that are in no parameter: the engine has dropped them
 
@@ -47,8 +53,51 @@ class Comparison:
         return len(self.equal) + len(self.different) + len(self.without_rule)
 
     def __str__(self) -> str:
-        dropped = f"; {listing(list(self.unused), ', ', 3)}: in none of them" if self.unused else ""
-        return f"{len(self.equal)} of {self.total} parameters equal to the files{dropped}"
+        return f"{self.counts}{self.dropped}"
+
+    @property
+    def counts(self) -> str:
+        """How many parameters are equal, in words."""
+        return f"{len(self.equal)} of {self.total} parameters equal to the files"
+
+    @property
+    def dropped(self) -> str:
+        """The unused tensors in words; "" without any."""
+        return f"; {listing(list(self.unused), ', ', 3)}: in none of them" if self.unused else ""
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """A linear layer that a server keeps in another layout than files: its digests for weights that are known."""
+
+    reported: str  # by the server
+    in_files: frozenset[str]  # of the tensors in the files, in each dtype
+
+    def has_changed(self, in_files: frozenset[str]) -> bool:
+        """Whether the tensors in the files are others now."""
+        return in_files.isdisjoint(self.in_files)
+
+    def fits(self, reported: str, in_files: frozenset[str]) -> bool:
+        """Whether the digest has changed if the tensors in the files have, and only then."""
+        if self.has_changed(in_files):
+            return reported != self.reported
+        return reported == self.reported or in_files != self.in_files  # else equal in some dtypes only
+
+
+def packed_layers(reported: Mapping[str, str], file: TensorFile, config: Mapping[str, Any]) -> dict[str, PackedLayer]:
+    """The linear layers, by name, that a server keeps in another layout than files.
+
+    `reported`: the digests of the server while it holds the weights in `file`. Nothing is learned from a server with
+    any other parameter that differs from the files: it does not hold these weights.
+    """
+    linear = [name for name in reported if _LINEAR.search(_bare(name))]
+    first_layer = {name: reported[name] for name in linear if _bare(name) == _bare(linear[0])}
+    if not compare_digests(first_layer, file, config).different:
+        return {}
+    comparison = compare_digests(reported, file, config)
+    if not comparison.equal or not comparison.different.keys() <= set(linear):
+        return {}
+    return {name: PackedLayer(reported[name], in_files) for name, in_files in comparison.different.items()}
 
 
 def compare_digests(found: Mapping[str, str], file: TensorFile, config: Mapping[str, Any]) -> Comparison:
@@ -61,13 +110,19 @@ def compare_digests(found: Mapping[str, str], file: TensorFile, config: Mapping[
     size = 1 + max((_tensor_rank(name) for name in found), default=0)
     stored = _StoredModel(file, config, size)
     equal: list[str] = []
-    different: list[str] = []
+    different: dict[str, frozenset[str]] = {}
     unknown: list[str] = []
     unused = {name for name in file.specs if not name.endswith("rotary_emb.inv_freq")}
     unused -= {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
 
-    def is_equal(name: str, sources: Sequence[str]) -> bool:
-        return any(found[name] == sum_ for sum_ in stored.digests(_bare(name), sources, _tensor_rank(name)))
+    def digests_in_files(name: str, sources: Sequence[str]) -> frozenset[str]:
+        """The digests that the parameter may have, up to the one that it has."""
+        digests = set()
+        for digest in stored.digests(_bare(name), sources, _tensor_rank(name)):
+            digests.add(digest)
+            if digest == found[name]:
+                break
+        return frozenset(digests)
 
     ruled: dict[str, list[str]] = {}
     for name, digest in found.items():
@@ -78,9 +133,17 @@ def compare_digests(found: Mapping[str, str], file: TensorFile, config: Mapping[
         else:
             unknown.append(name)
     with ThreadPoolExecutor(_THREADS) as pool:  # parallel, because the server is paused meanwhile
-        for name, verdict in zip(ruled, pool.map(is_equal, ruled, ruled.values()), strict=True):
-            (equal if verdict else different).append(name)
-    return Comparison(tuple(equal), tuple(different), tuple(unknown), tuple(sorted(unused)))
+        for name, digests in zip(ruled, pool.map(digests_in_files, ruled, ruled.values()), strict=True):
+            if found[name] in digests:
+                equal.append(name)
+            else:
+                different[name] = digests
+    return Comparison(tuple(equal), different, tuple(unknown), tuple(sorted(unused)))
+
+
+def is_unreported(digest: str) -> bool:
+    """Whether a server that reports this digest keeps the parameter elsewhere: it is the digest of no bytes."""
+    return digest == _NO_BYTES
 
 
 def is_known(config: Mapping[str, Any]) -> bool:

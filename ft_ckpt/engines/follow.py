@@ -11,7 +11,8 @@ from ft_ckpt.checkpoint.catalog import CheckpointInfo, in_run_order
 from ft_ckpt.checkpoint.follow import POLL_SECONDS, Follower, key_of
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.engines.client import Client
-from ft_ckpt.engines.publish import PublishOptions, PublishReport, publish_with
+from ft_ckpt.engines.options import PublishOptions, stage_folder, urls_in
+from ft_ckpt.engines.publish import PublishReport, publish_with
 from ft_ckpt.engines.servers import connect
 from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, UnreadableError, listing
 from ft_ckpt.messages import LOG, warn
@@ -25,18 +26,19 @@ def publish_goal(given: str | Sequence[str] | Mapping[str, Any]) -> tuple[list[s
     Raises ConfigError for anything else.
     """
     options: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"url": given}
-    urls = options.pop("url", None)
-    urls = [urls] if isinstance(urls, str) else list(urls or ())
-    options = {name: value for name, value in options.items() if name not in ("headers", "visible_at") or value}
-    if options.get("stage") is not None:
-        options["stage"] = Path(options["stage"])
-    try:
-        found = PublishOptions(**options)
-    except TypeError:
-        known = ", ".join(["url", *PublishOptions.__dataclass_fields__])
-        raise ConfigError(f"publish: {', '.join(map(str, options))}: expected some of {known}") from None
+    url = options.pop("url", None)
+    urls = [] if url is None else urls_in(url)
     if not urls:
         raise ConfigError("publish: no url; expected the address of a server, or several")
+    if not options.keys() <= PublishOptions.__dataclass_fields__.keys():
+        allowed = ", ".join(["url", *PublishOptions.__dataclass_fields__])
+        raise ConfigError(f"publish: {', '.join(map(str, options))}: expected some of {allowed}")
+    for name in ("headers", "visible_at"):
+        if options.get(name, "") is None:
+            del options[name]
+    if "stage" in options:
+        options["stage"] = stage_folder(options["stage"])
+    found = PublishOptions(**options)
     found.check_urls(urls)
     return urls, found
 

@@ -19,22 +19,21 @@ from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import hold_open
 from ft_ckpt.errors import CheckpointError, ConfigError, is_number, listing
 from ft_ckpt.formats.layout import TensorFile
-from ft_ckpt.model.base_model import differing_elements
+from ft_ckpt.model.base_model import differing_elements, start_keeps_base
 from ft_ckpt.model.folder import open_folder
-from ft_ckpt.model.settings import quantisation_of
+from ft_ckpt.model.settings import differences_between, quantisation_of
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store, read_text
 
 ENGINES = ("vllm", "sglang")
 MOST_RANK = 16  # of vLLM without --max-lora-rank
 MERGE = "merge it (`ft-ckpt merge`) and publish full weights"
-_EXPORT = "convert it (`ft-ckpt export ADAPTER OUT --for vllm`)"
-_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _INNER, _OUTER = ".lora_A.weight", ".lora_B.weight"
 _MOST_FLOAT = sys.float_info.max
 _PREFIX = "base_model.model."  # PEFT's
+_OF_TRAINING = ("router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise", "output_router_logits")
 _UNREAD = (  # fields of LoRA variants that engines ignore
     *("use_dora", "lora_bias", "use_bdlora", "use_qalora", "alora_invocation_tokens", "layer_replication"),
     *("arrow_config", "kasa_config", "monteclora_config"),
@@ -68,16 +67,27 @@ def findings(engine: str, store: Store, file: TensorFile, max_lora_rank: int = M
         return
     if not any(each.name.startswith("adapter_model.") for each in store.list()):
         yield "adapter_model.safetensors: missing; expected beside adapter_config.json"
-    for field in _PATTERNS:
-        if settings.get(field):
-            yield f"{field}: set, and read by few versions of {engine}: others scale wrongly and say nothing; {_EXPORT}"
+    yield from _scale_findings(engine, settings)
     yield from adapter_findings(settings, file, max_lora_rank)
 
 
-def needs_export(store: Store) -> bool:
-    """Whether the folder has an adapter with patterns, which `export` folds into the matrices."""
+def needs_export(engine: str, store: Store) -> bool:
+    """Whether the folder has an adapter that `engine` would scale wrongly, and that `export` converts."""
     settings = _settings(store, "adapter_config.json") or {}
-    return any(settings.get(field) for field in _PATTERNS)
+    return any(_scale_findings(engine, settings))
+
+
+def _scale_findings(engine: str, settings: Mapping[str, Any]) -> Iterator[str]:
+    """The findings that an export fixes: it folds the scales into the matrices."""
+    export = f"convert it (`ft-ckpt export ADAPTER OUT --for {engine}`)"
+    for field in _PATTERNS:
+        if settings.get(field):
+            yield f"{field}: set, and read by few versions of {engine}: others scale wrongly and say nothing; {export}"
+    if engine == "sglang" and settings.get("use_rslora"):
+        yield (
+            f"use_rslora: set, and not read by sglang: it scales by lora_alpha / r, expected lora_alpha / sqrt(r); "
+            f"{export}"
+        )
 
 
 def adapter_findings(settings: Mapping[str, Any], file: TensorFile, max_lora_rank: int) -> Iterator[str]:
@@ -143,6 +153,23 @@ def compare_base(record: PartRecord, base_path: str) -> tuple[list[str], str]:
         )
         return [found], ""
     return [], "" if compared else f"{base_path} has none of its sampled tensors"
+
+
+def compare_configs(served: Mapping[str, Any], published: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The fields of config.json that a server keeps from its start, and that differ from those of new weights.
+
+    Returns those that change what it computes, and the ids of special tokens, which may end an answer early or late;
+    each as "field, value in `published`, value in `served`" in words.
+    """
+    changing, tokens = [], []
+    for name, new, old in differences_between(published, served, "model"):
+        field = re.sub(r"\.\d+$", "", name)  # without the place in a list
+        text = f"{field} {new}, {old} in that of the served model"
+        if field.endswith("token_id"):
+            tokens.append(text)
+        elif field not in _OF_TRAINING:
+            changing.append(text)
+    return changing, tokens
 
 
 def _rank_findings(settings: Mapping[str, Any], most: int) -> Iterator[str]:
@@ -216,7 +243,7 @@ def _field_findings(settings: Mapping[str, Any]) -> Iterator[str]:
         names = settings["target_parameters"]
         yield f"target_parameters: {names}: fused experts, which engines order differently; {MERGE}"
     start = settings.get("init_lora_weights")
-    if start not in _PLAIN_STARTS:
+    if not start_keeps_base(start):
         yield (
             f"init_lora_weights: {start!r} changed the base, so that the adapter fits no other; save it with "
             f"path_initial_model_for_weight_conversion, or {MERGE}"

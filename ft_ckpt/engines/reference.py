@@ -22,6 +22,11 @@ def reference_answers(checkpoint: Path, part: str, base: Any) -> tuple[list[list
     return plain, _answers(model)
 
 
+def model_answers(checkpoint: Path, part: str) -> list[list[float]]:
+    """The highest log probabilities of full weights after each of PROBE_PROMPTS, computed as by `reference_answers`."""
+    return _answers(load_model(checkpoint, part=part or None).float().eval())
+
+
 @torch.no_grad()
 def _answers(model: Any) -> list[list[float]]:
     found = []

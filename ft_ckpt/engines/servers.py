@@ -47,8 +47,8 @@ class Server(Protocol):
         """The model name in requests to an adapter on the served `base`."""
         ...
 
-    def load_adapter(self, name: str, path: str) -> None:
-        """Load the adapter in the folder `path` on the server; no error if one of this name is loaded."""
+    def load_adapter(self, name: str, path: str) -> bool:
+        """Load the adapter in the folder `path` on the server; False if one of this name is loaded already."""
         ...
 
     def unload_adapter(self, name: str) -> None:
@@ -139,9 +139,18 @@ def _version(client: Client, path: str) -> str:
     return str(found.get("version", "unknown")) if isinstance(found, dict) else "unknown"
 
 
+def _is_refusal(answer: Answer) -> bool:
+    return not answer.is_success or (_is_object(answer) and answer.document.get("success") is False)
+
+
 def _has_loaded(answer: Answer) -> bool:
     """Whether a refusal to load an adapter says that its name is loaded, as by another publisher just now."""
-    return "already" in answer.text and "loaded" in answer.text
+    return _is_refusal(answer) and "already" in answer.text and "loaded" in answer.text
+
+
+def _has_none(answer: Answer) -> bool:
+    """Whether a refusal to unload an adapter says that none of its name is loaded."""
+    return _is_refusal(answer) and any(text in answer.text for text in ("not loaded", "does not exist"))
 
 
 def probe(server: Server, model: str) -> list[list[float]]:
@@ -194,10 +203,11 @@ class VLLM:
     def model_name(self, base: str, adapter: str) -> str:
         return adapter
 
-    def load_adapter(self, name: str, path: str) -> None:
+    def load_adapter(self, name: str, path: str) -> bool:
         # "load_inplace" reads the disk at each step, and a reused name answers from the old cache
         body = {"lora_name": name, "lora_path": path}
-        self._post("/v1/load_lora_adapter", f"adapter {name!r} from {path}", body, passes=_has_loaded)
+        answer = self._post("/v1/load_lora_adapter", f"adapter {name!r} from {path}", body, passes=_has_loaded)
+        return answer.is_success
 
     def unload_adapter(self, name: str) -> None:
         answer = self.client.post("/v1/unload_lora_adapter", {"lora_name": name})
@@ -279,13 +289,15 @@ class SGLang:
     def model_name(self, base: str, adapter: str) -> str:
         return f"{base}:{adapter}"  # the base answers a name without a colon
 
-    def load_adapter(self, name: str, path: str) -> None:
+    def load_adapter(self, name: str, path: str) -> bool:
         body = {"lora_name": name, "lora_path": path}
-        self._post("/load_lora_adapter", f"adapter {name!r} from {path}", body, passes=_has_loaded)
+        answer = self._post("/load_lora_adapter", f"adapter {name!r} from {path}", body, passes=_has_loaded)
+        return not _has_loaded(answer)
 
     def unload_adapter(self, name: str) -> None:
-        if name in self.served().adapters:
-            self._post("/unload_lora_adapter", f"unloading adapter {name!r}", {"lora_name": name})
+        # asked even if its list has no such adapter: it may be loaded all the same
+        body = {"lora_name": name}
+        self._post("/unload_lora_adapter", f"unloading adapter {name!r}", body, passes=_has_none)
 
     def weight_version(self) -> str | None:
         return _weight_version(self.client, "/get_weight_version", "/model_info", "/get_model_info")

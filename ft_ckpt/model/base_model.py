@@ -44,7 +44,7 @@ _PASSING = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "ar
 _PASSING |= {"_diffusers_version", "_class_name"}  # absent from the config in memory until diffusers writes it
 # Initialisations of LoRA that keep the base, and those that change it by a deterministic decomposition. All others
 # (random, or computed from training data) cannot be repeated.
-_KEEPS_BASE = frozenset({"true", "false", "gaussian", "orthogonal", "eva", "mica"})
+_KEEPS_BASE = frozenset({"true", "false", "none", "gaussian", "orthogonal", "eva", "mica"})
 _REPEATS = frozenset({"pissa", "olora", "kasa", "loftq"})
 _ULPS = 2  # tolerance in units of the coarser dtype, for a base loaded in another precision
 _REMADE_ULPS = 64  # tolerance in units of float32, for decompositions and for adapters that were merged and unmerged
@@ -171,10 +171,15 @@ def keeps_base(config: Any) -> bool:
     return not _changes_of_base(config)
 
 
+def start_keeps_base(init_lora_weights: Any) -> bool:
+    """Whether LoRA matrices that are initialised so leave the base unchanged; False for an unknown initialisation."""
+    return str(init_lora_weights).lower() in _KEEPS_BASE
+
+
 def _changes_of_base(config: Any) -> list[str]:
     """The initialisations in the config that change the base, in PEFT's order."""
-    init = str(getattr(config, "init_lora_weights", True))
-    found = [] if init.lower() in _KEEPS_BASE else [init]
+    init = getattr(config, "init_lora_weights", True)
+    found = [] if start_keeps_base(init) else [str(init)]
     return [*found, *(["kasa"] if getattr(config, "kasa_config", None) else [])]
 
 

@@ -45,6 +45,7 @@ from ft_ckpt.formats.safetensors import HeaderEntry, SafetensorsHeader, lay_out_
 from ft_ckpt.messages import warn
 from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_bytes, record_of
 from ft_ckpt.storage.frozen_view import ListedStore
+from ft_ckpt.storage.local_disk import PREFIX
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, source_access
 from ft_ckpt.storage.scratch import copy_object
@@ -54,6 +55,7 @@ from ft_ckpt.transfer.outgoing import weights_manifest
 
 DELTA = "delta"  # the kind in its manifest
 CHECKPOINT_NAME = "checkpoint.json"
+STAGED_NAME = f"{PREFIX}staged"  # an empty file in each checkpoint that `mark_staged` was called for
 _MOST_SHARE = 0.5  # of the bytes of the checkpoint; a larger delta is not worth it
 _SLICE_BYTES = 4 << 20  # compared at once
 _PIECE_BYTES = 8 << 20  # a file of a delta ends once its changes have this size
@@ -365,10 +367,20 @@ def fetch_whole(entry: OpenCheckpoint, near: Store | None, copy: Callable[[OpenC
         return copy(whole)
 
 
-def drop_rebuilt(chain: Place, folder: Path, keep: int = 2) -> None:
-    """Delete the rebuilt checkpoints of the chain in `folder`, except the `keep` newest and those in use.
+def is_staged(folder: Path) -> bool:
+    """Whether the checkpoint in `folder` is a copy that was made for servers, and not that of a run."""
+    return LocalStore(folder).stat(STAGED_NAME) is not None
 
-    Checkpoints that cannot be deleted stay until the next call.
+
+def mark_staged(folder: Path) -> None:
+    """Record that the checkpoint in `folder` is a copy that was made for servers: it may be replaced and deleted."""
+    LocalStore(folder).write(STAGED_NAME, b"")
+
+
+def drop_rebuilt(chain: Place, folder: Path, keep: int = 2) -> None:
+    """Delete the staged copies of checkpoints of the chain in `folder`, except the `keep` newest.
+
+    Checkpoints in use, and those that cannot be deleted, stay until the next call.
     """
     manifests = {info.name: info.manifest for info in list_checkpoints(chain).found}
     if not any(manifest.delta for manifest in manifests.values()):
@@ -377,7 +389,7 @@ def drop_rebuilt(chain: Place, folder: Path, keep: int = 2) -> None:
         info
         for info in list_checkpoints(folder).found
         if info.name in manifests
-        and {file.path for file in weights_manifest(info.manifest).files} == {file.path for file in info.manifest.files}
+        and is_staged(folder / info.name)
         and content_digest(info.manifest) == _content_of(manifests[info.name])
     ]
     remove_checkpoints(Place(LocalStore(folder)), [folder / info.name for info in rebuilt[:-keep]], ())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import EngineFiles
+from engine_models import base_model, tokenizer
 from engine_server import serving
 from safetensors.torch import load_file, save_file
 
@@ -19,7 +20,7 @@ from ft_ckpt.checkpoint.manifest import manifest_to_json
 from ft_ckpt.cli import run_command
 from ft_ckpt.engines.follow import follow_run, publish_goal
 from ft_ckpt.engines.publish import PublishOptions, PublishReport
-from ft_ckpt.errors import ConfigError, CorruptError, EngineError
+from ft_ckpt.errors import ConfigError, CorruptError, EngineError, NameTakenError
 from ft_ckpt.storage.digests import read_record
 from ft_ckpt.storage.local_store import LocalStore
 
@@ -126,6 +127,53 @@ def test_other_folders_in_the_stage_stay(files: EngineFiles, tmp_path: Path) -> 
         for step in (1, 2, 3, 4):
             ft_ckpt.publish(chain / f"checkpoint-{step}", engine.url, stage=stage)
     assert sorted(path.name for path in (stage / "chain").iterdir()) == ["checkpoint-3", "checkpoint-4", "mine"]
+
+
+def test_a_stage_with_the_run_itself_replaces_no_checkpoint_with_its_training_state(
+    files: EngineFiles, tmp_path: Path
+) -> None:
+    run, chain = tmp_path / "runs/grpo", tmp_path / "shared/grpo"
+    model = base_model("llama", 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    with CheckpointSaver(None, run, tokenizer=tokenizer(), every=1) as saver:
+        saver.register(model=model, optimizer=optimizer)
+        for _ in range(3):
+            model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+            optimizer.step()
+            append(Path(saver.step().path), chain)
+    before = files_in(run)
+    with serving(files.base) as engine:
+        for step in (2, 3):
+            with pytest.raises(NameTakenError, match="not replaced; expected another folder as stage="):
+                ft_ckpt.publish(chain / f"checkpoint-{step}", engine.url, stage=tmp_path / "runs")
+        assert not engine.changes
+    assert files_in(run) == before
+
+
+def test_a_stage_with_the_run_itself_deletes_no_checkpoint_of_weights_alone(files: EngineFiles, tmp_path: Path) -> None:
+    run, chain = tmp_path / "runs/grpo", tmp_path / "shared/grpo"
+    for step in (1, 2, 3, 4):
+        append(grow(files, run, step), chain)
+    before = files_in(run)
+    with serving(files.base) as engine:
+        for step in (1, 2, 3, 4):
+            ft_ckpt.publish(chain / f"checkpoint-{step}", engine.url, stage=tmp_path / "runs")
+        assert engine.held == str(run / "checkpoint-4")  # it is the same, and read where it is
+    assert files_in(run) == before
+
+
+def files_in(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_stage_of_another_run_is_named(files: EngineFiles, tmp_path: Path) -> None:
+    for step in (1, 2):
+        append(grow(files, tmp_path / "run", step), tmp_path / "chain")
+    shutil.copytree(files.weights[1], tmp_path / "stage/chain/checkpoint-2")
+    with serving(files.base) as engine:
+        with pytest.raises(NameTakenError, match="not replaced; expected another folder as stage="):
+            ft_ckpt.publish(tmp_path / "chain/checkpoint-2", engine.url, stage=tmp_path / "stage")
+        assert not engine.changes
 
 
 def test_a_broken_entry_is_skipped_until_the_next_anchor(files: EngineFiles, tmp_path: Path) -> None:

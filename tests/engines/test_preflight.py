@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import EngineFiles
-from engine_models import base_model
+from engine_models import base_model, tokenizer, with_adapter
 from engine_server import serving
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import OPTConfig, OPTForCausalLM, PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
-from ft_ckpt import check_for, publish
+from ft_ckpt import CheckpointSaver, check_for, export, publish
 from ft_ckpt.errors import ConfigError, LoadError
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -49,7 +49,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters: .*fused experts"),
     *(
         ({"init_lora_weights": start}, f"init_lora_weights: '{start}' changed the base")
-        for start in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "a new one")
+        for start in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "a new one")
     ),
 ]
 PASSED: list[dict[str, Any]] = [
@@ -60,10 +60,7 @@ PASSED: list[dict[str, Any]] = [
     {"inference_mode": False},
     {"target_modules": "all-linear"},
     {"velora_config": {"rank": 4}},
-    *(
-        {"init_lora_weights": start}
-        for start in (True, False, None, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
-    ),
+    *({"init_lora_weights": start} for start in (True, False, None, "gaussian", "eva", "orthogonal", "mica")),
 ]
 UNREAD = {  # fields of LoRA that change neither the tensors nor what they do to the output
     *(
@@ -278,3 +275,82 @@ def test_a_base_under_another_path_is_compared_too(files: EngineFiles, tmp_path:
         engine.base = Path("/data/other")
         with pytest.raises(LoadError, match="sampled tensors of the base"):
             publish(tmp_path / "here/run/checkpoint-100", engine.url, visible_at={str(tmp_path / "here"): "/data"})
+
+
+# Initialisations of LoRA: those that change the base, by PEFT itself
+
+
+STARTS = [
+    "gaussian",
+    "orthogonal",
+    "mica",
+    "pissa",
+    "pissa_niter_2",
+    "olora",
+    "lora_ga",
+    "eva",
+    "corda",
+]  # loftq needs CUDA
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_an_initialisation_that_changes_the_base_is_found(start: str, tmp_path: Path) -> None:
+    base = base_model("llama").float()
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    model = started(base, start)
+    layers = {name.replace(".base_layer", "") for name, tensor in model.get_base_model().state_dict().items()
+              if "lora" not in name and not torch.equal(tensor, before[name.replace(".base_layer", "")])}  # fmt: skip
+    model.save_pretrained(tmp_path / "adapter")
+    has_finding = any(line.startswith("init_lora_weights") for line in check_for("vllm", tmp_path / "adapter"))
+    assert has_finding == bool(layers)
+
+
+def started(base: Any, start: str) -> Any:
+    """An adapter on the base, initialised by PEFT, with data where it needs some."""
+    from peft import EvaConfig, get_peft_model, initialize_lora_eva_weights
+    from peft.tuners.lora.config import CordaConfig, LoraGAConfig
+    from peft.tuners.lora.corda import preprocess_corda
+    from peft.tuners.lora.loraga import preprocess_loraga
+
+    ids = torch.arange(1, 19).view(2, 9)
+    more: dict[str, Any] = {
+        "lora_ga": {"lora_ga_config": LoraGAConfig()},
+        "eva": {"eva_config": EvaConfig()},
+        "corda": {"corda_config": CordaConfig(corda_method="kpm")},
+    }.get(start, {})
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=start, **more
+    )
+    if start == "lora_ga":
+        preprocess_loraga(base, config, lambda: base(input_ids=ids, labels=ids).loss.backward())
+    if start == "corda":
+        preprocess_corda(base, config, run_model=lambda: base(input_ids=ids[:1]))
+    model = get_peft_model(base, config)
+    if start == "eva":
+        initialize_lora_eva_weights(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
+    return model
+
+
+def test_sglang_reads_no_rslora(tmp_path: Path) -> None:
+    adapter = saved(tmp_path, use_rslora=True)
+    assert check_for("vllm", adapter) == []
+    (line,) = check_for("sglang", adapter)
+    assert line.startswith("use_rslora: set, and not read by sglang")
+    assert "ft-ckpt export ADAPTER OUT --for sglang" in line
+    export(adapter, tmp_path / "plain", "sglang")
+    assert check_for("sglang", tmp_path / "plain") == []
+    with serving(tmp_path / "base", "sglang") as engine:
+        with pytest.raises(LoadError, match="use_rslora"):
+            publish(adapter, engine.url)
+        publish(adapter, engine.url, stage=tmp_path / "stage")
+        (loaded,) = engine.adapters.values()
+        assert Path(loaded.path).parent == tmp_path / "stage"
+
+
+def saved(folder: Path, **settings: Any) -> Path:
+    """An adapter with these settings, beside its base."""
+    with CheckpointSaver(None) as saver:
+        saver.save(base_model("llama"), folder / "base", tokenizer=tokenizer())
+        model = with_adapter(base_model("llama"), 1, **settings)
+        saver.save(model, folder / "run/checkpoint-1", step=1, adapter_only=True)
+    return folder / "run/checkpoint-1"

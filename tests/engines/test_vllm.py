@@ -3,7 +3,9 @@
 FT_CKPT_VLLM names a Python that has vllm, and puts these tests into the default run; else one is installed.
 """
 
+import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from vllm_server import VARIABLE, RealServer, running_vllm
 
 from ft_ckpt import CheckpointSaver, load_model, publish
 from ft_ckpt.engines.client import Client
+from ft_ckpt.engines.expected import is_unreported
 from ft_ckpt.engines.servers import PROBE_PROMPTS, connect
 from ft_ckpt.errors import CorruptError, EngineError
 
@@ -28,7 +31,7 @@ pytestmark = [
     pytest.mark.timeout(2400),
     *([] if os.environ.get(VARIABLE) else [pytest.mark.slow]),
 ]
-NEAR = 0.1  # of log probabilities in bfloat16 and in float32
+NEAR = 0.2  # of log probabilities in bfloat16 and in float32; on AVX-512 BF16 up to 0.13 were seen
 
 
 @contextmanager
@@ -76,6 +79,24 @@ def reference(checkpoint: Path, base: Path | None = None) -> Any:
     return load_model(checkpoint, base=base).float().eval()
 
 
+def check_comparison(checked: str) -> None:
+    """All parameters are equal to the files, or the linear layers are packed, as on processors with AVX-512 BF16."""
+    counts = re.match(r"(\d+) of (\d+) parameters equal to the files", checked)
+    assert counts is not None, checked
+    equal, total = map(int, counts.groups())
+    if equal != total:
+        assert total - equal == 16
+        packed = "; 16 are kept in another layout, without digests; answers differ from those before by up to "
+        assert packed in checked, checked
+
+
+def has_packed_head(server: RealServer, model: Path) -> bool:
+    """Whether it keeps a packed copy of a tied head, which it does not replace with the weights."""
+    digests = connect(Client(server.url)).digests() or {}
+    is_tied = bool(json.loads((model / "config.json").read_text())["tie_word_embeddings"])
+    return is_tied and any(map(is_unreported, digests.values()))
+
+
 def check_publishes(server: RealServer, adapters: list[Path], weights: list[Path], base: Path) -> None:
     """Two adapters and full versions, with generation in flight."""
     with asked_all_the_time(server) as failures:
@@ -88,10 +109,14 @@ def check_publishes(server: RealServer, adapters: list[Path], weights: list[Path
         assert list(served.adapters) == names
         for path, name in zip(adapters, names, strict=True):
             check_answers(server, name, reference(path, base))
+        if has_packed_head(server, base):
+            with pytest.raises(EngineError, match=r"from those of transformers.*tied head.* holds default again"):
+                publish(weights[0], server.url)
+            check_answers(server, "base", reference(base))
+            return
         for path, in_flight in zip([*weights, weights[0], base], ("wait", "keep", "wait", "wait"), strict=True):
             report = publish(path, server.url, in_flight=in_flight)
-            equal, _, total = report.servers[0].checked.partition(" parameters")[0].partition(" of ")
-            assert equal == total, report
+            check_comparison(report.servers[0].checked)
             assert report.servers[0].is_new
             check_answers(server, "base", reference(path))
         again = publish(base, server.url)

@@ -22,6 +22,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 PADDING = 64
+_PACKED = tuple(
+    f"{layer}{middle}"
+    for layer in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    for middle in ("", ".base_layer")
+)
 _LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -40,7 +45,8 @@ class Request:
 class Fault:
     """A fault of a request: "close" (no response), "close after" (executed, no response), "hang", or an error status.
 
-    A callable is called and the connection closed: the request is not executed or, with `late`, executed first. The
+    A callable is called and the connection closed: the request is not executed or, with `late`, executed first. With
+    `answers` it is executed, the callable is called, and the request is answered as if nothing had happened. The
     request is the `at`-th one after `Engine.fail` whose path begins with `path`.
     """
 
@@ -49,6 +55,7 @@ class Fault:
     path: str = ""
     times: int = 1
     late: bool = False
+    answers: bool = False
     seen: int = 0
 
     def befalls(self, path: str) -> bool:
@@ -76,7 +83,9 @@ class Engine:
     "ignores adapters" (answers of the base), "own head" (a tied head is separate, as in a pipeline), "old head" (a
     reload keeps the head), "wrong digests", "no digests", "fewer digests" (none of the fourth layer),
     "no digests while paused", "unlisted" (a loaded adapter is not listed), "redirects" (to `elsewhere`), "no dev mode",
-    "sha256" (SGLang: the digests of versions that use SHA-256), "once" (traits of a reload end with the first one).
+    "sha256" (SGLang: the digests of versions that use SHA-256), "packed" (linear layers are kept in another layout, and
+    so are their digests), "packed once" (this layout is not made again when weights are replaced), "packed away" (the
+    digests of linear layers are those of no bytes), "once" (traits of a reload end with the first one).
     """
 
     base: Path
@@ -96,9 +105,11 @@ class Engine:
     faults: list[Fault] = field(default_factory=list)
     shards: dict[str, Tensor] = field(default_factory=dict)
     first_digests: dict[str, str] = field(default_factory=dict)
+    packed: dict[str, str] = field(default_factory=dict)  # digests of layers in the layout that was made first
     held: str = ""  # the folder that the weights came from; "" after half an update
     summed: tuple[tuple[int, ...], str] | None = None
     during_pause: list[str] = field(default_factory=list)  # completions requested while paused
+    gate: Callable[[Request], Any] = lambda _: None  # called before a request is received; may block
 
     def __post_init__(self) -> None:
         self.running = threading.Event()
@@ -285,6 +296,7 @@ class _Handler(BaseHTTPRequestHandler):
         text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         body = json.loads(text) if text else {}
         request = Request(self.command, parts.path, dict(parse_qsl(parts.query)), body, dict(self.headers))
+        engine.gate(request)
         with engine.lock:
             engine.requests.append(request)
             fault = next((each for each in engine.faults if each.befalls(request.path)), None)
@@ -294,10 +306,12 @@ class _Handler(BaseHTTPRequestHandler):
         engine.over.wait(engine.delay_seconds)
         if fault is not None:
             if callable(fault.how):
-                if fault.late:
-                    self._outcome(request)
+                outcome = self._outcome(request) if fault.late or fault.answers else None
                 fault.how()
-                self.close_connection = True
+                if fault.answers and outcome is not None:
+                    self._send(*outcome)
+                else:
+                    self.close_connection = True
             elif fault.how == "hang":
                 engine.over.wait(60)
                 self.close_connection = True
@@ -416,6 +430,11 @@ def _sums(engine: Engine) -> dict[str, str]:
     found = engine.checksums()
     if "fewer digests" in engine.traits:
         found = {name: digest for name, digest in found.items() if ".layers.3." not in name}
+    if {"packed", "packed once", "packed away"} & engine.traits:
+        linear = [name for name in found if name.endswith(tuple(f"{layer}.weight" for layer in _PACKED))]
+        for name in linear:
+            values = engine.packed.setdefault(name, found[name]) if "packed once" in engine.traits else found[name]
+            found[name] = hashlib.sha256(b"" if "packed away" in engine.traits else values.encode()).hexdigest()
     if "wrong digests" in engine.traits:
         found = {name: hashlib.sha256(digest.encode()).hexdigest() for name, digest in found.items()}
     return found

@@ -35,7 +35,7 @@ from ft_ckpt.errors import CheckpointError, TargetError
 from ft_ckpt.storage import local_disk, object_store, scratch
 from ft_ckpt.storage.place import open_place
 from ft_ckpt.transfer import copies
-from ft_ckpt.transfer.deltas import append_checkpoint, drop_rebuilt
+from ft_ckpt.transfer.deltas import append_checkpoint, drop_rebuilt, mark_staged
 
 STOP = 9997  # as faulty.c has it
 LOADED = ("obstore", "ft_ckpt.model.average", "ft_ckpt.transfer.sync", "ft_ckpt.transfer.buckets")
@@ -204,6 +204,8 @@ def rebuild(root: Path, there: str) -> None:
 def two_rebuilt(root: Path, there: str) -> None:
     chain_of_two(root, there)
     rebuild(root, there)
+    for step in (1, 2):
+        mark_staged(root / f"stage/checkpoint-{step}")
 
 
 def drop_older(root: Path, there: str) -> None:
