@@ -5,21 +5,19 @@ a wrapper ignores and in replicated shards. The value of the first rank that hol
 alone writes it; the checkpoint of a run also keeps the values of the other ranks.
 """
 
-import ctypes
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-import torch
 import xxhash
-from torch import Tensor
 
 from ft_ckpt.distributed.agreement import Values, rank_numbers
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.replicas import WEIGHTS, own_name, place_of
 from ft_ckpt.distributed.sharding import OwnedSharding
 from ft_ckpt.distributed.source import Source
+from ft_ckpt.distributed.tensor_digests import digests_of
 from ft_ckpt.distributed.tensors import of_rank_0
 from ft_ckpt.errors import listing
 from ft_ckpt.model.entries import Entry, Part
@@ -29,8 +27,6 @@ from ft_ckpt.training.state import settings_by_rank
 # Tensor, as a run names it -> rank whose value differs from the first rank's -> its place (see `place_of`), None if the
 # rank holds no elements.
 Differences = Mapping[str, Mapping[int, str | None]]
-_WORDS = 1 << 24  # of 8 bytes, digested at a time on an accelerator
-_MIXING_FACTORS = (-7046029254386353131, -4417276706812531889, -8663945395140668459)  # odd, of several hash functions
 
 
 @dataclass(frozen=True)
@@ -59,12 +55,7 @@ def digest_replicas(sources: Mapping[str, Source], rank: int) -> dict[str, Repli
     shardings = {name: one.sharding for name, one in sources.items()}
     shardings = {name: one for name, one in shardings.items() if one.local_boxes(rank) or not one.is_sharded}
     found = {name: local for name in shardings if (local := sources[name].local) is not None}
-    made = {name: _digest_on_host(tensor) for name, tensor in found.items() if tensor.is_cpu}
-    elsewhere = {name: tensor for name, tensor in found.items() if not tensor.is_cpu}
-    folded = [folded_bits(tensor) for tensor in elsewhere.values()]
-    # One wait for all tensors.
-    values = torch.stack([value.to(folded[0].device) for value in folded]).tolist() if folded else []
-    made |= {name: f"{value:x}" for name, value in zip(elsewhere, values, strict=True)}
+    made = digests_of(found)
     return {
         name: ReplicaDigest(place_of(sharding, rank), made.get(name, ""), bool(sharding.boxes(rank)))
         for name, sharding in shardings.items()
@@ -147,34 +138,6 @@ def store_differences(parts: Sequence[Part], differing: Differences) -> list[Par
         notes = part.notes if number else (*part.notes, difference_note(differing, has_state))
         changed.append(replace(part, entries=tuple(entries), notes=notes))
     return changed
-
-
-def folded_bits(tensor: Tensor) -> Tensor:
-    """A digest of all bits of the tensor and their positions, one int64, computed on the tensor's device."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    data = data.clone() if data.storage_offset() % 8 else data
-    whole = data.numel() - data.numel() % 8
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for words, first in ((data[:whole].view(torch.int64), 0), (data[whole:], whole)):
-        for low in range(0, words.numel(), _WORDS):
-            some = words[low : low + _WORDS].to(torch.int64)
-            places = torch.arange(first + low, first + low + some.numel(), device=data.device)
-            mixed = _mix_bits(some ^ (places * _MIXING_FACTORS[0]), _MIXING_FACTORS[1])
-            total += _mix_bits(mixed, _MIXING_FACTORS[2]).sum()  # which wraps
-    return total
-
-
-def _mix_bits(words: Tensor, factor: int) -> Tensor:
-    """Multiply, then xor-shift: the product does not carry high bits downwards."""
-    words = words * factor
-    return words ^ ((words >> 32) & 0xFFFFFFFF)
-
-
-def _digest_on_host(tensor: Tensor) -> str:
-    data = tensor.detach().contiguous()
-    return xxhash.xxh3_128_hexdigest(
-        (ctypes.c_char * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b""
-    )
 
 
 def _named_sources(part: Part, entry: Entry) -> Iterator[tuple[str, Source]]:

@@ -34,6 +34,7 @@ from ft_ckpt.training.restore import (
 )
 from ft_ckpt.training.run import TrainingRun, fingerprint_differences, read_rank_state, restore_rank_state
 from ft_ckpt.training.state import ResumePoint, changed_flags
+from ft_ckpt.training.watched import differing_models
 
 _NOT_OBJECTS = ("adapter settings", "base", "data", "gradients", "replicas", "rng")  # items beside a run's objects
 
@@ -127,7 +128,7 @@ def _restore_on_rank(
         held.location,
         (*misfits, *outcomes, *replicas, *of_rank),
         (*_differences(run, live, point, versions), *lost),
-        (*notes, *more_notes, *_note_of_served(point)),
+        (*notes, *more_notes, *_note_of_served(point), *_notes_of_unsaved(point)),
         held.requests,
     ), ()
 
@@ -156,12 +157,18 @@ def _differences(run: TrainingRun, live: LiveRun, point: ResumePoint, versions: 
     """Settings and flags in which the run differs from the one that saved."""
     fingerprint = run.current_fingerprint(live.found, live.ranks, versions)
     changed = fingerprint_differences(point.document["fingerprint"], fingerprint)
-    return [*changed, *changed_flags(point.document, live.found)]
+    models = differing_models(run.watched, point.document.get("watched", {}))
+    return [*changed, *changed_flags(point.document, live.found), *models]
 
 
 def _note_of_served(point: ResumePoint) -> list[str]:
     """A note for the report if rank 0 has read the checkpoint for other ranks."""
     return [f"rank(s) {point.served} do not see the checkpoint: rank 0 has read it for them"] if point.served else []
+
+
+def _notes_of_unsaved(point: ResumePoint) -> list[str]:
+    names = list(point.document.get("unsaved", ()))
+    return [f"{listing(names, ', ')}: not in the checkpoint, begins as the script makes it"] if names else []
 
 
 def _restore_tensors(live: LiveRun, point: ResumePoint, fill_all: Filler, with_weights: bool) -> list[Restored]:

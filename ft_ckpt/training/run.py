@@ -3,7 +3,7 @@
 import random
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from ft_ckpt.training.optimizers import is_schedule_free_in_training
 from ft_ckpt.training.restore import Restored, RestoreReport, Unread
 from ft_ckpt.training.state import Captured, Document, StoredTensors, capture_run, local_state, tree_of_rank
 from ft_ckpt.training.triggers import ClockPoll
+from ft_ckpt.training.watched import WatchedModel, changed_models, watch_model, watched_digests
 
 _GRADIENTS, _RANDOM, _FEED, _STEPS, _SYNC = "gradients", "rng", "loader", "accumulation", "sync"
 
@@ -217,6 +218,8 @@ class TrainingRun:
         self.accelerator = accelerator
         self.config = config
         self.registered: dict[str, Any] = {}
+        self.watched: dict[str, WatchedModel] = {}
+        self.unsaved: list[str] = []  # names of moving state that no checkpoint of the run has, for the reports
         self.step = 0
         self.feeds = DataPositions()
         self.run_id = uuid.uuid4().hex
@@ -247,6 +250,19 @@ class TrainingRun:
         self.registered.update(objects)
         self.steps.watch_optimizers(plain_optimizers(items))
         self.note_base()
+
+    def watch(self, name: str, model: nn.Module) -> None:
+        """Watch a model that the script makes at each start: it is registered once its values have changed.
+
+        Raises as `ModelTensors.sources` for tensors that cannot be stored.
+        """
+        self.watched[name] = watch_model(model)
+
+    def register_changed(self, ranks: Ranks) -> None:
+        """Register the watched models whose values have changed. Collective."""
+        names = changed_models(self.watched, ranks)
+        if names:
+            self.register({name: self.watched.pop(name).model for name in names})
 
     def note_base(self) -> None:
         """Record the base of the model's adapters as the script has made it."""
@@ -298,6 +314,7 @@ class TrainingRun:
             items = self._watch_steps()
             return self.model, items, capture_rank_state(self, items)
 
+        self.register_changed(ranks)
         captured = capture_run(current_objects, ranks)
         signed = object_signatures(self.accelerator, self.registered, lambda: captured.found)
         captured.document.update(
@@ -308,6 +325,8 @@ class TrainingRun:
                 "run_id": self.run_id,
                 "ancestors": sorted(self._ancestors),
                 "let_go": sorted(self._left_out),
+                "watched": watched_digests(self.watched),
+                "unsaved": self.unsaved,
                 "published": self.published,
                 "fingerprint": self.current_fingerprint(captured.found, ranks, versions),
                 "signatures": signed,
@@ -351,6 +370,12 @@ class TrainingRun:
         """Record that the resume of `report` has succeeded on all ranks."""
         self._left_out |= {item.name for item in report.items if item.status != "restored"}
         self.report, self.overwritten = report, frozenset()
+
+    def note_absent(self, names: Iterable[str]) -> None:
+        """Name in the report of the resume objects that the checkpoint does not have, and that begin as they are."""
+        if listed := sorted(names):
+            note = f"{listing(listed, ', ')}: not in the checkpoint, begins as the script makes it"
+            self.report = replace(self.report, notes=(*self.report.notes, note))
 
     def agree_on_metrics(self, metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
         """The metrics that decide on saves: rank 0's if `every.best` ranks by them, because losses differ per rank."""

@@ -441,6 +441,8 @@ class _KnownDocument:
     requires_grad: Mapping[str, tuple[str, ...]] | None = None
     apart: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
     let_go: tuple[str, ...] = ()
+    watched: Mapping[str, str] = field(default_factory=dict)  # digests of models that had not changed
+    unsaved: tuple[str, ...] = ()  # names of moving state that is not in the checkpoint
     published: str | None = None
 
 

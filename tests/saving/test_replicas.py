@@ -7,7 +7,7 @@ from seeds import chosen_seed
 from torch import nn
 
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.saving.replicas import folded_bits
+from ft_ckpt.distributed.tensor_digests import folded_bits
 
 CASES = [
     "mixture",
