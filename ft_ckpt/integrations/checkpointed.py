@@ -1,11 +1,10 @@
 """The base class that `checkpointed` adds: overrides `Trainer`'s methods for saving and resuming."""
 
 import math
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, by_itself, current_ranks, try_action
+from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrappers import is_distributed
-from ft_ckpt.errors import ConfigError, SelectionError, listing
+from ft_ckpt.errors import CheckpointError, ConfigError, SelectionError, listing
 from ft_ckpt.integrations.trainer_files import (
     ChosenCheckpoint,
-    added_files,
     chosen_by,
     has_our_state,
     load_best_weights,
@@ -32,15 +30,17 @@ from ft_ckpt.integrations.trainer_files import (
     state_text,
     wanted_of,
 )
-from ft_ckpt.model.adapters import has_adapters
+from ft_ckpt.integrations.trainer_layout import WrittenFiles, collect_files, defining_classes
+from ft_ckpt.integrations.trainer_models import HeldState, held_state, unsaved_state
+from ft_ckpt.messages import warn
+from ft_ckpt.model.parts import is_adapter_run, parts_of
+from ft_ckpt.model.selection import without_own_layouts
 from ft_ckpt.retention import Keep
 from ft_ckpt.saving.follow_up import SaveHook
 from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.storage.local_store import temporary_store
 from ft_ckpt.storage.place import open_place
 from ft_ckpt.training import rng
-
-_WEIGHTS = re.compile(r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,12 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     """`Trainer` with ft_ckpt's saving and resuming. Attributes are mangled, so that they do not clash in subclasses."""
 
     ft_ckpt: TrainerSettings
+    ft_ckpt_calls = 0  # of _save_checkpoint
     __saver: CheckpointSaver | None = None
     __loader: Any = None
     __chosen = ChosenCheckpoint()  # to resume from
+    __held = HeldState()  # beside the model, when training began
+    __attribute: str | None = None  # path of the module whose weights are in the checkpoint's folder; None: the model
     __skip = 0  # finished batches of the first pass
     __random: rng.State | None = None  # random state of the save, until the first batch is read
     __pass: tuple[Any, Iterator[Any]] | None = None  # the Trainer's iterator over the data, and ours instead of it
@@ -126,16 +129,78 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         if self.__saver is not None:
             self.__saver.close()
         self.__loader, self.__pass, self.__random = prepared[1], None, None
+        self.__attribute = self.__rehearse_save()
         self.__saver = self.__make_saver(self.args.output_dir)
         self.__saver.register(model=self.model_wrapped, optimizer=self.optimizer, scheduler=self.lr_scheduler)
+        absent = self.__register_held(self.__saver)
         if self.__chosen.is_ours:
             progress = self.__saver.resume(self.__chosen.path, allow=self.ft_ckpt.allow)
             if progress.batch and not self.__skip and not self.args.ignore_data_skip:
                 deque(self.__saver.remaining(self.__loader), 0)  # saved at the end of a pass: ends it, without a batch
             self.__random = rng.capture_generators()
+            self.__saver._run.note_absent(absent)
+        self.__saver.register(**absent)
         if self.ft_ckpt.on_resumed is not None:
             self.ft_ckpt.on_resumed(self.__saver)
         return prepared
+
+    def __rehearse_save(self) -> str | None:
+        """Refuse now what `save_model` would refuse after the training. Returns the module that a folder is of.
+
+        Raises SelectionError naming what cannot be saved.
+        """
+
+        written, error = try_action(lambda: self.__collect_files(Path(self.args.output_dir, "rehearsal")))
+        if not isinstance(error, CheckpointError):
+            error = None  # a method of the subclass that does not work before the first step
+        attribute = (written or WrittenFiles()).attribute or self.ft_ckpt.config.attribute
+        if error is None:
+            _, error = try_action(lambda: self.__refuse_unsaveable(attribute))
+        self.__current_ranks().agree("the layout of the checkpoints", {}, error)
+        return attribute
+
+    def __refuse_unsaveable(self, attribute: str | None) -> None:
+        model = self.model_wrapped
+        found = ModelTensors(model).sources()
+        alone = is_adapter_run(model, found, attribute)
+        try:
+            parts = parts_of(model, found, adapter_only=alone, attribute=attribute, dtype=self.ft_ckpt.config.dtype)
+            without_own_layouts(parts, is_run=False)
+        except SelectionError as error:
+            raise SelectionError(
+                f"{error}; attribute= is a setting of FtCkptCallback, and the Trainer saves all models without it"
+            ) from error
+
+    def __register_held(self, saver: CheckpointSaver) -> dict[str, Any]:
+        """Register or watch the state beside the model. Returns the objects that the checkpoint does not have."""
+        self.__held = held_state(self)
+        saver.register(**self.__held.trained)
+        stored = self.__chosen.items
+        absent: dict[str, Any] = {}
+        for name, value in self.__held.objects.items():
+            if self.__chosen.is_ours and name not in stored:
+                absent[name] = value
+            else:
+                saver.register(**{name: value})
+        for name, model in self.__held.models.items():
+            if name in stored:
+                saver.register(**{name: model})
+            else:
+                saver._run.watch(name, model)
+        return absent
+
+    def __name_unsaved(self, saver: CheckpointSaver) -> None:
+        """Warn once of state that moves and that the checkpoints do not have; a resume reports it too."""
+        run = saver._run
+        names = unsaved_state(self, self.__held, {*run.watched, *run.registered})
+        new = [name for name in names if name not in run.unsaved]
+        run.unsaved += new
+        if new and self.is_world_process_zero():
+            warn(
+                f"{listing(new, ', ')}: changes during the training and is not in the checkpoints; a resumed run "
+                "begins with it as the script makes it",
+                stacklevel=4,
+            )
 
     def __begin_pass(self) -> Iterator[Any]:
         assert self.__saver is not None
@@ -183,6 +248,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             self.args.save_total_limit = limit
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.ft_ckpt_calls += 1
         if self.__mid_step:  # requested by a callback: the data is ahead of the weights until the step is done
             self.__late, self.control.should_training_stop = True, False
             return
@@ -236,37 +302,45 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     def __save_weights(self, target: Path) -> None:
         """Save the model, or its adapters, without training state."""
         saver = self.__saver or self.__make_saver(None)
+        written = self.__added_files(target)
         saver.save(
             self.model_wrapped,
             target,
-            adapter_only=has_adapters(wrappers.unwrap(self.model_wrapped)),
+            **self.__selection(written),
             step=self.state.global_step or None,
             metrics=metrics_of(self.state),
-            extra_files=self.__added_files(),
+            extra_files=written.files,
             background=False,
         )
 
-    def __added_files(self) -> dict[str, bytes]:
-        """The files that a subclass adds in its own `save_model` or `_save`, on all ranks, by path."""
-        method = next((name for name in ("save_model", "_save") if overrides_method(type(self), name)), None)
-        if method is None:
-            return {}
-        with temporary_store() as room:
-            self.__collects = True
-            try:
-                _, error = try_action(lambda: self.save_model(room.url, _internal_call=True))
-            finally:
-                self.__collects = False
-            found = added_files(room.folder)
-        weights = [path for path in found if _WEIGHTS.fullmatch(path)]
-        if weights:
-            name = f"{type(self).__name__}.{method}"
-            error = SelectionError(
-                f"{listing(weights, ', ')}: written by {name} itself, in a layout of its own that ft_ckpt does not "
-                "know; train without FtCkptCallback, or let it call super() for the weights"
-            )
+    def __selection(self, written: WrittenFiles) -> dict[str, Any]:
+        """The arguments that say which weights are saved: adapters without their base, if that can be made again."""
+        found = ModelTensors(self.model_wrapped).sources()
+        attribute = written.attribute or self.ft_ckpt.config.attribute
+        return {"adapter_only": is_adapter_run(self.model_wrapped, found, attribute), "attribute": attribute}
+
+    def __added_files(self, target: Path) -> WrittenFiles:
+        """The files that a subclass adds to the folder `target` in its own `save_model` or `_save`, on all ranks.
+
+        Raises SelectionError for weights in a layout of its own.
+        """
+        written, error = try_action(lambda: self.__collect_files(target))
         self.__current_ranks().agree("save_model()", {}, error)
-        return found
+        return written or WrittenFiles()
+
+    def __collect_files(self, target: Path) -> WrittenFiles:
+        methods = [
+            f"{kind.__name__}.{name}" for name in ("save_model", "_save") for kind in overriding(type(self), name)
+        ]
+        if not methods:
+            return WrittenFiles()
+        self.__collects = True
+        try:
+            return collect_files(
+                self.model, target, lambda folder: self.save_model(folder, _internal_call=True), methods[0]
+            )
+        finally:
+            self.__collects = False
 
     def __commit_checkpoint(self, folder: Path, target: Path) -> None:
         if self.__saver is None:
@@ -276,14 +350,15 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         if best and (best == step or open_place(best_path).exists):
             self.state.best_model_checkpoint = str(best_path)
         self.__agree_on_best()
+        written = self.__added_files(target)
+        self.__name_unsaved(self.__saver)
         given: dict[str, Any] = {
             "metrics": metrics_of(self.state),
-            "extra_files": {**self.__added_files(), TRAINER_STATE_NAME: state_text(self)},
+            "extra_files": {**written.files, TRAINER_STATE_NAME: state_text(self)},
             "background": False,  # _save_checkpoint then pushes this checkpoint and deletes older ones
         }
         if self.args.save_only_model and not self.ft_ckpt.has_state:
-            adapters = has_adapters(wrappers.unwrap(self.model_wrapped))
-            self.__saver.save(self.model_wrapped, target, adapter_only=adapters, step=step, **given)
+            self.__saver.save(self.model_wrapped, target, **self.__selection(written), step=step, **given)
         else:
             # A pass may have been interrupted within a step, whose gradients the Trainer does not keep either.
             self.accelerator.gradient_state._set_sync_gradients(True)
@@ -292,7 +367,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def __make_saver(self, directory: str | None) -> CheckpointSaver:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        config, on_saved = self.ft_ckpt.config, self.ft_ckpt.on_saved
+        on_saved = self.ft_ckpt.on_saved
+        config = replace(self.ft_ckpt.config, attribute=self.__attribute)
         return CheckpointSaver(self.accelerator, directory, tokenizer=tokenizer, config=config, on_saved=on_saved)
 
 
@@ -310,9 +386,6 @@ class _StepWatch(TrainerCallback):  # type: ignore[misc]  # transformers is not 
         self._trainer.ft_ckpt_step_ended()  # an epoch may end within a step
 
 
-_BASE = (Trainer, Checkpointed)
-
-
-def overrides_method(kind: type, method: str) -> bool:
-    """Whether `kind` or a class between it and `Trainer` defines `method`."""
-    return any(method in vars(each) for each in kind.__mro__ if issubclass(each, Trainer) and each not in _BASE)
+def overriding(kind: type, method: str) -> list[type]:
+    """The classes between `kind` and Trainer that define `method`, the first to be called first."""
+    return defining_classes(kind, method, (Checkpointed, Trainer))

@@ -4,12 +4,12 @@
     trainer = SFTTrainer(..., callbacks=[FtCkptCallback()])                   # as a callback
     trainer.train(resume_from_checkpoint=True)
 
-Files that a subclass adds in its own `save_model` or `_save` are committed with the checkpoint; a subclass that writes
-weights there itself is refused. Schedule (`save_strategy`), metrics, early stopping and the best model remain the
+Files that a subclass adds in its own `save_model` or `_save` are committed with the checkpoint; weights that it writes
+there in another layout are refused before the first step. Models that the trainer or a callback holds beside the
+trained one are restored, or named. Schedule (`save_strategy`), metrics, early stopping and the best model remain the
 Trainer's.
 """
 
-import inspect
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,7 +19,8 @@ from transformers import Trainer, TrainerCallback
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.config import keep_of, make_config
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.integrations.checkpointed import Checkpointed, TrainerSettings, overrides_method
+from ft_ckpt.integrations.checkpointed import Checkpointed, TrainerSettings, overriding
+from ft_ckpt.integrations.trainer_layout import ends_chain
 from ft_ckpt.messages import warn
 from ft_ckpt.retention import Keep
 from ft_ckpt.saving.follow_up import SaveHook, hooks_of
@@ -58,11 +59,29 @@ def checkpointed(
 
 def _with_our_saving(kind: type[Any], settings: TrainerSettings) -> type[Any]:
     for method in _REPLACED:
-        if not _calls_super(kind, method):
-            warn(f"{kind.__name__}.{method} does not call Trainer's own: ft_ckpt does not save its files", stacklevel=4)
-    bases = (Checkpointed,) if kind is Trainer else (kind, Checkpointed)  # between the class and Trainer
+        for base in overriding(kind, method):
+            if ends_chain(base, method):
+                text = f"{base.__name__}.{method} does not call Trainer's own: ft_ckpt does not save its files"
+                warn(text, stacklevel=4)
+    # One base before the class, which sees whether its methods get to the other, between the class and Trainer.
+    bases = (Checkpointed,) if kind is Trainer else (_Outermost, kind, Checkpointed)
     members = {"__module__": kind.__module__, "__doc__": kind.__doc__, "ft_ckpt": settings}
     return type(kind.__name__, bases, members)
+
+
+class _Outermost:
+    """Warns where a method of a trainer class saves without Trainer's own, on one of its branches."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        before = self.ft_ckpt_calls  # type: ignore[attr-defined]  # of Checkpointed, which is among the bases
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # of the trainer class
+        if self.ft_ckpt_calls == before:  # type: ignore[attr-defined]  # see above
+            step = self.state.global_step  # type: ignore[attr-defined]  # see above
+            warn(
+                f"{type(self).__name__}._save_checkpoint: step {step} was saved without Trainer's own method: ft_ckpt "
+                "has no checkpoint of it",
+                stacklevel=2,
+            )
 
 
 class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
@@ -112,9 +131,3 @@ def _calling_trainer(callback: TrainerCallback) -> Any:
             return found
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     raise ConfigError("FtCkptCallback: no trainer is being constructed; use FtCkptCallback.attach(trainer)")
-
-
-def _calls_super(kind: type, method: str) -> bool:
-    """Whether `method` of `kind` is Trainer's, or its code names `super`."""
-    code = getattr(inspect.unwrap(getattr(kind, method)), "__code__", None)
-    return not overrides_method(kind, method) or code is None or "super" in code.co_names

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 from transformers import Trainer, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
@@ -28,7 +28,7 @@ from ft_ckpt.messages import LOG, warn
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place
-from ft_ckpt.storage.scratch import files_below, files_made_by
+from ft_ckpt.storage.scratch import files_made_by
 from ft_ckpt.training.choose import checkpoint_facts, has_training_state, open_to_all
 from ft_ckpt.training.items import known_sources, walk_models
 from ft_ckpt.training.restore import restore_weights
@@ -48,6 +48,7 @@ class ChosenCheckpoint:
     path: str | None = None  # None: a fresh start
     is_ours: bool = False  # whether it has a training state of ft_ckpt
     state: str | None = None  # text of the Trainer's own state file in a checkpoint of ft_ckpt
+    items: tuple[str, ...] = ()  # names of the objects in its training state
     epoch: int = 0  # passes over the data that a checkpoint of ft_ckpt counts as done
     batch: int = 0  # batches done in the pass after them
 
@@ -80,12 +81,14 @@ def chosen_by(ranks: Ranks, wanted: str, folder: Path, deep: bool) -> ChosenChec
         manifest = read_manifest(path) if _has_file(path, MANIFEST_NAME) else None
         if manifest is None or not has_training_state(manifest):
             return {"path": str(path)}
-        progress = read_document(LocalStore(path), manifest)["progress"]
+        document = read_document(LocalStore(path), manifest)
+        progress, items = document["progress"], sorted(document["items"])
         place = {"epoch": progress["epoch"], "batch": progress["batch"]}
-        return {"path": str(path), "is_ours": True, "state": _trainer_state(path), **place}
+        return {"path": str(path), "is_ours": True, "state": _trainer_state(path), "items": items, **place}
 
     found, error = ranks.attempt(find_on_leader)
-    return ChosenCheckpoint(**ranks.agree("train(resume_from_checkpoint=...)", found, error).result)
+    chosen = ranks.agree("train(resume_from_checkpoint=...)", found, error).result
+    return ChosenCheckpoint(**{**chosen, "items": tuple(chosen.get("items", ()))})
 
 
 def _wanted_checkpoint(wanted: str, folder: Path, deep: bool) -> Path | None:
@@ -217,11 +220,6 @@ def metrics_of(state: Any) -> dict[str, float]:
     rows = [row for row in state.log_history if row.get("step") == state.global_step]
     found = {name: value for row in rows for name, value in row.items() if name not in ("step", "epoch")}
     return {name: float(v) for name, v in found.items() if isinstance(v, (int, float)) and math.isfinite(v)}
-
-
-def added_files(folder: Path) -> dict[str, bytes]:
-    """The contents of the files below `folder` by path, without the pickle of the Trainer's arguments."""
-    return {name: content for name, content in files_below(folder).items() if name != TRAINING_ARGS_NAME}
 
 
 _FOLDER_OF_LAST = "last-checkpoint"  # as the Trainer names it

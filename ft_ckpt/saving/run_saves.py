@@ -3,12 +3,14 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ft_ckpt.checkpoint.catalog import damage_of, list_checkpoints, load_manifest, manifest_text, parse_manifest
+from ft_ckpt.checkpoint.checks import CARD_NAME
 from ft_ckpt.checkpoint.open_checkpoint import text_identity
 from ft_ckpt.checkpoint.prune import prune_after_save
 from ft_ckpt.checkpoint.run_lease import RunLease, lease_run
@@ -25,6 +27,7 @@ from ft_ckpt.saving.follow_up import AfterSave, FollowUp
 from ft_ckpt.saving.plan import library_versions, request_of
 from ft_ckpt.saving.replicas import describe_differences, differing_settings
 from ft_ckpt.schedule import LoggedSave, append_save
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.training.choose import refuse_replacing
 from ft_ckpt.training.items import model_sources
@@ -51,6 +54,7 @@ class RunSaves:
     invited: tuple[Mapping[str, bool], float] | None = None  # the writers, and seconds to wait for them
     session: OpenSession | None = None  # of the writers, on rank 0
     last_saved: Place | None = None  # the last checkpoint that this process saved, on rank 0
+    last_files: frozenset[str] = frozenset()  # of it, if it is on a disk
     lease: RunLease | None = None  # of the directory, on rank 0
     leased_in: int | None = None  # the process that has it; on every rank the id of its own process
 
@@ -149,6 +153,7 @@ class RunSaves:
     ) -> SaveReport | PendingSave:
         """Save the state of the run, then delete checkpoints by `keep`. `reason` is None if the script asked for it."""
         self.pending.wait_for_save()
+        self._warn_of_lost_files()
         run, begun = self.run, time.monotonic()
         history = run.history
         run.note_saved(reason, metrics)
@@ -279,8 +284,29 @@ class RunSaves:
         _, error = ranks.attempt(lambda: None if session is None else session.ask(self.run.step))
         ranks.agree("the writers of save_state()", error=error)
 
+    def _warn_of_lost_files(self) -> None:
+        """Warn if files of the last checkpoint were deleted since its commit, but not the checkpoint."""
+        if self.last_saved is None or not self.last_files:
+            return
+        folder = self.last_saved.folder
+        gone = self.last_files - {each.name for each in folder.list()}
+        if not gone:
+            return
+        with suppress(CheckpointError):  # pruned, or replaced by another program
+            lost = sorted(gone.intersection(file.path for file in load_manifest(folder).files) - {CARD_NAME})
+            if lost:
+                warn(
+                    f"{self.last_saved}: {listing(lost, ', ')}: deleted after the save, so that it cannot be resumed; "
+                    "keep the files that ft_ckpt.json lists",
+                    stacklevel=5,
+                )
+
     def _note_committed(self, report: SaveReport) -> None:
         self.last_saved = report.place.absolute
+        folder = self.last_saved.folder
+        self.last_files = frozenset()
+        if isinstance(folder, LocalStore):
+            self.last_files = frozenset(each.name for each in folder.list())
         if self.session is not None and self.places.directory is not None:
             try:
                 self.session.note_committed(_last_checkpoint(self.places.directory, self.last_saved))

@@ -93,7 +93,8 @@ def trainer(
 
 def ours(folder: Path, **settings: Any) -> Any:
     """Like `trainer`, saving and resuming through ft_ckpt."""
-    told = {name: settings.pop(name) for name in ("keep", "dtype", "state", "on_resumed") if name in settings}
+    names = ("attribute", "dtype", "keep", "on_resumed", "state")
+    told = {name: settings.pop(name) for name in names if name in settings}
     return trainer(folder, [FtCkptCallback(on_difference="ignore", **told)], **settings)
 
 

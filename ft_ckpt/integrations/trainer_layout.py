@@ -1,0 +1,161 @@
+"""The files that a Trainer's own `_save` or `save_model` writes, and the layout of the weights that they go with."""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from inspect import unwrap as undecorated
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+from transformers.trainer import TRAINING_ARGS_NAME
+
+from ft_ckpt.distributed import wrappers
+from ft_ckpt.distributed.tensors import ModelTensors
+from ft_ckpt.errors import SelectionError, listing
+from ft_ckpt.model.adapters import is_peft_model
+from ft_ckpt.model.selection import is_pretrained
+from ft_ckpt.storage.local_store import temporary_store
+from ft_ckpt.storage.scratch import files_below
+
+_WEIGHTS = re.compile(r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+# Arguments of save_pretrained that change no name and no value of what is written.
+_PLAIN_ARGUMENTS = frozenset({"state_dict", "is_main_process", "max_shard_size", "safe_serialization", "token"})
+
+
+@dataclass(frozen=True)
+class WrittenFiles:
+    """The files that a trainer adds to a checkpoint."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)  # by path in the checkpoint
+    attribute: str | None = None  # path of the module whose weights belong into the folder itself; None: the model
+
+
+def defining_classes(kind: type, method: str, ends: tuple[type, ...]) -> list[type]:
+    """The classes that define `method`, in the order of the calls of super(), up to the first of `ends`.
+
+    They need not be trainers: a project may have its methods in mixins without a base.
+    """
+    classes = []
+    for base in kind.__mro__:
+        if base in ends:
+            break
+        if method in vars(base):
+            classes.append(base)
+    return classes
+
+
+def ends_chain(kind: type, method: str) -> bool:
+    """Whether the code of `method` in the class `kind` never names super()."""
+    code = getattr(undecorated(vars(kind)[method]), "__code__", None)
+    return code is not None and "super" not in code.co_names
+
+
+def collect_files(model: nn.Module, target: Path, write: Callable[[str], object], writer: str) -> WrittenFiles:
+    """The files that `write` puts into a folder in the place of `target`, without the weights that ft_ckpt writes.
+
+    The folder has the name of `target` and stands beside links to the entries of its parent, from which `write` may
+    copy. `save_pretrained` of the model, or of one module in it, writes nothing there. `writer` is the name of the
+    method for errors. Raises SelectionError for weights in a layout that ft_ckpt does not write.
+    """
+    inside = wrappers.unwrap(model)
+    with temporary_store() as room:
+        _link_neighbours(target, room.folder)
+        folder = room.folder / (target.name or "checkpoint")
+        folder.mkdir()
+        with _without_weights(inside, folder) as saved:
+            write(str(folder))
+        written = files_below(folder)
+    written.pop(TRAINING_ARGS_NAME, None)
+    if len(saved) > 1:
+        raise SelectionError(
+            f"{listing(saved, ', ')}: saved into one folder by {writer}, which ft_ckpt cannot; train without ft_ckpt"
+        )
+    attribute = saved[0] if saved and saved[0] else None
+    weights = [path for path in written if _WEIGHTS.fullmatch(path)]
+    if weights and not saved and _are_live(inside, {path: written[path] for path in weights}):
+        written = {path: content for path, content in written.items() if path not in weights}
+        weights = []
+    if weights:
+        raise SelectionError(
+            f"{listing(weights, ', ')}: written by {writer} itself, in a layout of its own that ft_ckpt does not "
+            "know; train without ft_ckpt, or let it call super() for the weights"
+        )
+    return WrittenFiles(written, attribute)
+
+
+def _link_neighbours(target: Path, room: Path) -> None:
+    parent = target.absolute().parent
+    if parent.is_dir():
+        for entry in os.scandir(parent):
+            if entry.name != target.name:
+                (room / entry.name).symlink_to(entry.path)
+
+
+@contextmanager
+def _without_weights(model: nn.Module, folder: Path) -> Iterator[list[str]]:
+    """Replace `save_pretrained` of transformers' and PEFT's models in `model` by a function that writes nothing.
+
+    Yields the paths of the modules that were saved into `folder`. Calls for another folder, or with arguments that
+    change the layout, go to the method itself.
+    """
+    saved: list[str] = []
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+            if _has_plain_layout(module):
+                module.save_pretrained = _recorder(module, path, folder, saved)
+                stack.callback(delattr, module, "save_pretrained")
+        yield saved
+
+
+def _has_plain_layout(module: nn.Module) -> bool:
+    """Whether `save_pretrained` of the module is that of transformers or PEFT."""
+    method = getattr(type(module), "save_pretrained", None)
+    library = getattr(undecorated(method), "__module__", "") if method is not None else ""
+    return library.partition(".")[0] in ("transformers", "peft") and (is_pretrained(module) or is_peft_model(module))
+
+
+def _recorder(module: Any, path: str, folder: Path, saved: list[str]) -> Callable[..., Any]:
+    original = module.save_pretrained
+
+    def save_pretrained(save_directory: Any, *args: Any, **settings: Any) -> Any:
+        is_plain = not args and settings.keys() <= _PLAIN_ARGUMENTS and settings.get("safe_serialization", True)
+        state = settings.get("state_dict")
+        is_whole = state is None or set(module.state_dict()) <= set(state)
+        if Path(save_directory).absolute() != folder or not is_plain or not is_whole:
+            return original(save_directory, *args, **settings)
+        if path not in saved:
+            saved.append(path)
+        return None
+
+    return save_pretrained
+
+
+def _are_live(model: nn.Module, weights: Mapping[str, bytes]) -> bool:
+    """Whether the files hold the tensors of the model's state dict, with their names, dtypes and values."""
+    stored: dict[str, torch.Tensor] = {}
+    for path, content in weights.items():
+        if path.endswith(".safetensors"):
+            stored |= safetensors.torch.load(content)
+        elif not path.endswith(".safetensors.index.json"):
+            return False
+    live = ModelTensors(model).sources()
+    by_key = {source.key: name for name, source in live.items() if name in stored}
+    if not stored.keys() <= live.keys() or any(source.key not in by_key for source in live.values()):
+        return False
+    for name, tensor in stored.items():
+        local = live[name].local
+        if local is None or live[name].sharding.is_sharded or not _are_equal(tensor, local.detach().cpu()):
+            return False
+    return True
+
+
+def _are_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
+        return False
+    words = [part.contiguous().view(-1).view(torch.uint8) for part in (tensor, other)]
+    return torch.equal(words[0], words[1])
