@@ -96,7 +96,10 @@ def adapter_config(model: PreTrainedModel, kind: str) -> LoraConfig:
     """LoRA on all linear layers and fused experts; or on some layers, with all biases, a norm and a router."""
     head = model.get_output_embeddings()
     modules = dict(model.named_modules())
-    linear = sorted(path for path, module in modules.items() if type(module) is nn.Linear and module is not head)
+    layers = {path for path, module in modules.items() if type(module) is nn.Linear}
+    if any(path.endswith(".conv1d") for path in modules):  # PEFT refuses these of Mamba's layers
+        layers -= {path for path in layers if path.endswith(".out_proj")}
+    linear = sorted(path for path in layers if modules[path] is not head)
     experts = [name for name, parameter in model.named_parameters() if parameter.ndim == 3 and "expert" in name]
     if kind == "layers":
         return LoraConfig(r=2, target_modules=linear, target_parameters=experts or None)
