@@ -36,7 +36,7 @@ def _without_dtypes(settings: Any) -> Any:
 
 def tensors_made(cls: Any, config: Any, arguments: Mapping[str, Any]) -> tuple[Shapes, re.Pattern[str] | None]:
     """The shapes of the tensors of a new model by name, and a pattern of those that may be missing in files."""
-    with torch.device("meta"), _LinspaceOnHost(), _without_partitions():  # both modes are of this thread
+    with torch.device("meta"), _AsFromPretrained(), _without_partitions():  # both modes are of this thread
         model = cls(config, **arguments)
     sources = ModelTensors(model).sources(allow_meta=True)
     shapes = {name: source.shape for name, source in sources.items() if not source.is_added}
@@ -44,17 +44,45 @@ def tensors_made(cls: Any, config: Any, arguments: Mapping[str, Any]) -> tuple[S
     return shapes, re.compile("|".join(f"({pattern})" for pattern in optional)) if optional else None
 
 
-class _LinspaceOnHost(TorchFunctionMode):
-    """In the block, `torch.linspace` makes real numbers, which models read when they are made.
+# Functions that draw numbers; not all of them follow `torch.device("meta")`.
+_DRAWING_METHODS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("uniform_", "normal_", "bernoulli_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_")
+)
+_DRAWING_FACTORIES = frozenset((torch.normal, torch.rand, torch.randn, torch.randint, torch.randperm, torch.bernoulli))
 
-    `from_pretrained` makes the same exception.
+
+class _AsFromPretrained(TorchFunctionMode):
+    """In the block, this thread draws no random numbers of the process, which the training draws too.
+
+    `torch.linspace` makes real numbers, which models read when they are made; `from_pretrained` makes the same
+    exception.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator = torch.Generator("cpu")
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
-        return func(*args, **({"device": "cpu", **given} if func is torch.linspace else given))
+        given = dict(kwargs or {})
+        if func is torch.linspace:
+            given = {"device": "cpu", **given}
+        is_on_host = func in _DRAWING_METHODS and args[0].device.type == "cpu"
+        if is_on_host or (func in _DRAWING_FACTORIES and self._draws_on_host(func, args, given)):
+            given["generator"] = given.get("generator") or self._generator
+        return func(*args, **given)
+
+    @staticmethod
+    def _draws_on_host(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> bool:
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        if tensors:
+            return all(tensor.device.type == "cpu" for tensor in tensors)
+        device = given.get("device")
+        if device is None:
+            return func is torch.normal  # which torch's own mode leaves on the host
+        return torch.device(device).type == "cpu"
 
 
 def _without_partitions() -> Any:

@@ -292,6 +292,36 @@ def test_tokens_trained_in_resized_embeddings_are_loaded(tokens, file_format, tm
     assert_agree(again.eval()(input_ids=text).logits, live)
 
 
+def molmo2() -> nn.Module:
+    """A model whose class makes more embedding rows than its config has words."""
+    heads = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+    }
+    text = {**heads, "num_hidden_layers": 1, "vocab_size": 101, "additional_vocab_size": 8, "rope_scaling_layers": [0]}
+    vision = {**heads, "num_hidden_layers": 2, "image_size": [16, 16], "patch_size": 8, "num_position_embeddings": 4}
+    joint = {**heads, "vision_feature_layer": [1, 0], "text_hidden_size": 32}
+    config = transformers.Molmo2Config(text_config=text, vision_config=vision, adapter_config=joint)
+    return transformers.Molmo2ForConditionalGeneration(config)
+
+
+def test_rows_beside_the_vocabulary_are_not_taken_for_resized(tmp_path):
+    model, resized = molmo2(), molmo2()
+    resized.resize_token_embeddings(120)
+    settings = LoraConfig(r=2, target_modules=["down_proj"])
+    with CheckpointSaver() as saver:
+        plain = saver.save(get_peft_model(model, settings), tmp_path / "plain", adapter_only=True)
+        changed = saver.save(get_peft_model(resized, settings), tmp_path / "changed", adapter_only=True)
+    assert plain.notes == ()
+    assert [note.partition(":")[0].rpartition("model.")[2] for note in changed.notes] == [
+        "embed_tokens.weight",
+        "lm_head.weight",
+    ]
+
+
 def test_resized_embeddings_come_with_the_adapter_that_was_active(tmp_path):
     models.build("qwen3").save_pretrained(tmp_path / "base")
     model = get_peft_model(resized(tmp_path, True, seed=1), low_rank())

@@ -254,3 +254,18 @@ def test_training_notices_nothing_of_the_comparison(tmp_path: Path) -> None:
         sys.setswitchinterval(interval)
     assert seen == {before}
     assert random_numbers() == numbers
+
+
+@pytest.mark.parametrize("name", ["diffllama", "sew"])
+def test_the_comparison_draws_no_numbers_of_the_training(name, tmp_path: Path) -> None:
+    """These classes draw numbers on the host when they are made, on the meta device too."""
+    if name == "sew":
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+        convolutions = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3)}
+        model = transformers.SEWModel(transformers.SEWConfig(**sizes, **convolutions, squeeze_factor=2))
+    else:
+        model = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**models.SIZES))
+    numbers = random_numbers()
+    with CheckpointSaver() as saver:
+        assert saver.save(model, tmp_path / "out").notes == ()
+    assert random_numbers() == numbers
