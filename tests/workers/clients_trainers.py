@@ -15,7 +15,7 @@ from typing import Any
 
 import models
 import torch
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import ft_ckpt
@@ -113,6 +113,8 @@ def compare_loaded(folder: Path, base: Path) -> None:
         loaded: Any = ft_ckpt.load_model(folder, base=base)
     else:
         plain, loaded = AutoModelForCausalLM.from_pretrained(folder), ft_ckpt.load_model(folder)
+    if (folder / "adapters").exists():  # beside their base, which their initialisation has changed
+        plain = PeftModel.from_pretrained(plain, folder / "adapters/default")
     assert torch.equal(logits_of(plain), logits_of(loaded))
 
 
@@ -182,13 +184,17 @@ def llama_factory(folder: Path, settings: dict[str, Any]) -> None:
         return
     compare_loaded(whole, base)
     own = dict(shared, finetuning_type=settings["finetuning_type"], export_dir=str(folder / "export"))
-    if settings["finetuning_type"] == "lora":
+    beside = whole / "adapters/default"
+    if beside.exists():
+        own |= {"model_name_or_path": str(whole), "adapter_name_or_path": str(beside)}
+    elif settings["finetuning_type"] == "lora":
         own["adapter_name_or_path"] = str(whole)
     else:
         own["model_name_or_path"] = str(whole)
     export_model(own)
     exported = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32)
-    reached = logits_of(ft_ckpt.load_model(whole, **({"base": base} if "adapter_name_or_path" in own else {})))
+    is_adapter = (whole / "adapter_config.json").exists()
+    reached = logits_of(ft_ckpt.load_model(whole, base=base if is_adapter else None))
     torch.testing.assert_close(logits_of(exported), reached, rtol=2e-2, atol=2e-2)  # it exports in bfloat16
 
 
