@@ -85,12 +85,16 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> Any:
         """The batches of a step, from our iterator over the data."""
+        return super().get_batch_samples(self.ft_ckpt_batches(epoch_iterator), *args)
+
+    def ft_ckpt_batches(self, epoch_iterator: Any) -> Any:
+        """Our iterator over the data in place of the Trainer's; ours itself if it is given."""
         if self.__saver is None:
-            return super().get_batch_samples(epoch_iterator, *args)
-        if self.__pass is None or self.__pass[0] is not epoch_iterator:
-            self.__pass = epoch_iterator, self.__begin_pass()
+            return epoch_iterator
         self.__mid_step = True
-        return super().get_batch_samples(self.__pass[1], *args)
+        if self.__pass is None or all(epoch_iterator is not iterator for iterator in self.__pass):
+            self.__pass = epoch_iterator, self.__begin_pass()
+        return self.__pass[1]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -70,7 +70,11 @@ def _with_our_saving(kind: type[Any], settings: TrainerSettings) -> type[Any]:
 
 
 class _Outermost:
-    """Warns where a method of a trainer class saves without Trainer's own, on one of its branches."""
+    """Sees the calls of the Trainer before a trainer class, whose methods may not reach those of `Checkpointed`."""
+
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> Any:
+        batches = self.ft_ckpt_batches(epoch_iterator)  # type: ignore[attr-defined]  # of Checkpointed
+        return super().get_batch_samples(batches, *args)  # type: ignore[misc]  # of the trainer class
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         before = self.ft_ckpt_calls  # type: ignore[attr-defined]  # of Checkpointed, which is among the bases

@@ -24,7 +24,10 @@ from ft_ckpt.storage.scratch import files_below
 
 _WEIGHTS = re.compile(r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 # Arguments of save_pretrained that change no name and no value of what is written.
-_PLAIN_ARGUMENTS = frozenset({"state_dict", "is_main_process", "max_shard_size", "safe_serialization", "token"})
+_PLAIN_ARGUMENTS = frozenset({
+    *("state_dict", "is_main_process", "max_shard_size", "safe_serialization", "token"),
+    "selected_adapters",  # if it names all adapters
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,9 @@ def _recorder(module: Any, path: str, folder: Path, saved: list[str]) -> Callabl
     def save_pretrained(save_directory: Any, *args: Any, **settings: Any) -> Any:
         is_plain = not args and settings.keys() <= _PLAIN_ARGUMENTS and settings.get("safe_serialization", True)
         state = settings.get("state_dict")
-        is_whole = state is None or set(module.state_dict()) <= set(state)
+        adapters = settings.get("selected_adapters")
+        has_all_adapters = adapters is None or set(module.peft_config) <= set(adapters)
+        is_whole = has_all_adapters and (state is None or set(module.state_dict()) <= set(state))
         if Path(save_directory).absolute() != folder or not is_plain or not is_whole:
             return original(save_directory, *args, **settings)
         if path not in saved:

@@ -70,6 +70,19 @@ def test_killed_twice_and_resumed_from_the_newest(tmp_path):
     assert seen + run(ours(tmp_path / "run"), True) == expected
 
 
+class ByName(trainers.Recorded):
+    """Reaches Trainer's method by its name, as DPO and KTO trainers of LLaMA-Factory do."""
+
+    def get_batch_samples(self, *args, **kwargs):
+        return Trainer.get_batch_samples(self, *args, **kwargs)
+
+
+def test_a_trainer_that_reads_batches_without_super_resumes_exactly(tmp_path):
+    expected = run(trainer(tmp_path / "plain", cls=ByName, save_strategy="no"))
+    seen = run(ours(tmp_path / "run", cls=ByName, save_steps=3, stop_after=4))
+    assert seen[:3] + run(ours(tmp_path / "run", cls=ByName, save_strategy="no"), True) == expected
+
+
 class Reordered(IterableDataset):
     """Seven rows of a stream, in another order in each pass."""
 
