@@ -155,7 +155,7 @@ def model_class(name: str, classes: Mapping[str, type]) -> Any:
             "yours with into="
         )
     cls = getattr(import_module("diffusers"), name, None) if name.isidentifier() else None
-    if not isinstance(cls, type) or not any(base.__name__ == DIFFUSERS.base_class for base in cls.__mro__):
+    if not isinstance(cls, type) or not DIFFUSERS.base_classes <= {base.__name__ for base in cls.__mro__}:
         raise LoadError(
             f"{name!r}: no model class of the installed diffusers; pass classes={{{name!r}: ...}}, or load the weights "
             "into a model of yours with into="

@@ -16,21 +16,21 @@ class Library:
     """A library with `save_pretrained` and `from_pretrained`, and the file names that it reads."""
 
     package: str
-    base_class: str  # all its models derive from it
+    base_classes: frozenset[str]  # all its models with a config derive from them
     model_file: str  # the name of its weight files, without ending and shard number
 
 
-TRANSFORMERS = Library("transformers", "PreTrainedModel", "model")
-DIFFUSERS = Library("diffusers", "ModelMixin", DIFFUSERS_MODEL_FILE)
+TRANSFORMERS = Library("transformers", frozenset(("PreTrainedModel",)), "model")
+DIFFUSERS = Library("diffusers", frozenset(("ModelMixin", "ConfigMixin")), DIFFUSERS_MODEL_FILE)
 _LIBRARIES = (TRANSFORMERS, DIFFUSERS)
 
 
 def library_of(module: nn.Module) -> Library | None:
     """The library whose model class `module` has; None for a plain module."""
-    for cls in type(module).__mro__:
-        for library in _LIBRARIES:
-            if cls.__name__ == library.base_class and cls.__module__.startswith(f"{library.package}."):
-                return library
+    for library in _LIBRARIES:
+        classes = {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith(f"{library.package}.")}
+        if library.base_classes <= classes:
+            return library
     return None
 
 

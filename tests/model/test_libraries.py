@@ -15,18 +15,22 @@ from ft_ckpt.errors import CompanionError, LoadError, SelectionError
 class ModelMixin(nn.Module):
     __module__ = "diffusers.models.modeling_utils"
 
-    def to_json_string(self) -> str:
-        return json.dumps({**self._internal_dict, "_class_name": type(self).__name__, "_diffusers_version": "0.42.1"})
-
     def save_pretrained(self, folder):
         raise AssertionError("a save writes the files itself")
+
+
+class ConfigMixin:
+    __module__ = "diffusers.configuration_utils"
+
+    def to_json_string(self) -> str:
+        return json.dumps({**self._internal_dict, "_class_name": type(self).__name__, "_diffusers_version": "0.42.1"})
 
     @classmethod
     def from_config(cls, config):
         return cls(**{name: value for name, value in config.items() if not name.startswith("_")})
 
 
-class TinyUNet(ModelMixin):
+class TinyUNet(ModelMixin, ConfigMixin):
     __module__ = "diffusers.models.unets"
 
     def __init__(self, width: int = 4) -> None:
@@ -110,6 +114,21 @@ def test_what_pipelines_cannot_read_keeps_the_layout_of_peft(unet, settings, tmp
     report = ft_ckpt.CheckpointSaver(None).save(adapted(unet, **settings), tmp_path / "out", adapter_only=True)
     assert (tmp_path / "out/adapter_model.safetensors").exists()
     assert "load_lora_weights cannot read" in " ".join(report.notes)
+
+
+class Several(ModelMixin):
+    """Without a config, as MultiControlNetModel: its save_pretrained writes a folder for each model."""
+
+    __module__ = "diffusers.models.controlnets"
+
+    def __init__(self, *nets: nn.Module) -> None:
+        super().__init__()
+        self.nets = nn.ModuleList(nets)
+
+
+def test_several_models_in_one_are_refused_with_their_places(unet, tmp_path):
+    with pytest.raises(SelectionError, match=r"Several: has a layout of its own.*'nets\.0', 'nets\.1'"):
+        ft_ckpt.CheckpointSaver(None).save(Several(unet, TinyUNet()), tmp_path / "out")
 
 
 def test_a_pipeline_is_refused_with_the_names_of_its_models(unet, tmp_path):
