@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from launch import run_cases, run_python
@@ -357,9 +358,11 @@ def test_each_renewal_changes_the_mark(tmp_path, short):
         assert mark(tmp_path)["token"] == first["token"]
 
 
-def test_several_that_take_over_at_once(tmp_path):
-    """Of all that find a dead lease at the same moment at most one goes on."""
-    put_mark(open_place(tmp_path).folder, RUN_LEASE, started="1")
+@pytest.mark.parametrize("before", ["nothing", "the lease of a dead process"])
+def test_several_that_begin_at_once(tmp_path, before):
+    """Of all that find no lease, or a dead one, at the same moment, one goes on."""
+    if before != "nothing":
+        put_mark(open_place(tmp_path).folder, RUN_LEASE, started="1")
     start, outcome = FORK.Barrier(4), FORK.Queue()
 
     def work():
@@ -445,22 +448,31 @@ dist.init_process_group("gloo")
 run, model = Path(sys.argv[1]), torch.nn.Linear(2, 2)
 with CheckpointSaver(None, run, on_difference="ignore") as saver:
     step = saver.resume(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).step
-    assert step == int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    assert step == (os.environ["TORCHELASTIC_RESTART_COUNT"] != "0")
     saver.step()
     saver.save_state()
-    if step < 2 and dist.get_rank() == 0:
+    if step == 0 and dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 """
 
 
 @pytest.mark.slow
-def test_restarts_of_torchrun(tmp_path):
-    """Rank 0 is killed twice after a save: the agent ends the other rank and starts both again."""
+def test_a_restart_of_torchrun(tmp_path):
+    """Rank 0 is killed after a save: the agent ends the other rank and starts both again, which go on at once."""
     (tmp_path / "train.py").write_text(TORCHRUN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     command += ["--monitor-interval=0.5", str(tmp_path / "train.py"), str(tmp_path / "run")]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert answer.returncode == 0, answer.stderr
-    assert ft_ckpt.latest(tmp_path / "run").name == "checkpoint-3"
+    with (tmp_path / "log").open("w") as log:
+        agent = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        assert agent.wait(280) == 0, (tmp_path / "log").read_text()
+    finally:
+        agent.kill()
+        agent.wait()
+        for pid in psutil.pids():
+            with suppress(psutil.Error):
+                if str(tmp_path / "train.py") in psutil.Process(pid).cmdline():
+                    psutil.Process(pid).kill()
+    assert ft_ckpt.latest(tmp_path / "run").name == "checkpoint-2"
     assert not has_mark(tmp_path / "run")
