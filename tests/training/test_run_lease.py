@@ -445,6 +445,7 @@ import torch.distributed as dist
 from ft_ckpt import CheckpointSaver
 
 dist.init_process_group("gloo")
+torch.manual_seed(0)
 run, model = Path(sys.argv[1]), torch.nn.Linear(2, 2)
 with CheckpointSaver(None, run, on_difference="ignore") as saver:
     step = saver.resume(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).step

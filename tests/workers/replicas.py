@@ -383,7 +383,7 @@ def one_sided(folder: Path) -> None:
                 saver.save_state(path=folder / "out")
             assert "logger: object on rank(s) 0, absent on rank(s) 1" in str(told.value)
             assert "ema: object on rank(s) 0, model on rank(s) 1" in str(told.value)
-    assert not list(folder.iterdir())
+    assert not list(folder.glob("[!.]*"))
 
 
 CASES: dict[str, Any] = {
