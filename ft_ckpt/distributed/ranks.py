@@ -298,10 +298,15 @@ class Ranks:
             delete_value(self.store, key, self.further.pop(key, 1))
 
     def _store_key(self, name: str) -> str:
-        return f"ft_ckpt/{self.channel}/{self.scope}{name}"
+        return f"ft_ckpt/{self._launch}/{self.channel}/{self.scope}{name}"
 
     def _beat_key(self, rank: int) -> str:
-        return f"ft_ckpt/{self.channel}/beat/{rank}"
+        return f"ft_ckpt/{self._launch}/{self.channel}/beat/{rank}"
+
+    @property
+    def _launch(self) -> str:
+        """Separates the ranks from those before a restart by torchrun, whose store outlives them."""
+        return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{self.size}"
 
     def _put_value(self, name: str, value: dict[str, Any]) -> None:
         key = self._store_key(name)
