@@ -92,9 +92,10 @@ def test_files_of_a_mixin_that_are_copied_from_beside_the_target(tmp_path):
     (tmp_path / "args.json").write_text("{}")
     made.save_model(str(tmp_path / "final"))
     assert "args.json" in files_of(tmp_path / "final")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["args.json", "final", "run"]
+    assert sorted(path.name for path in tmp_path.glob("*")) == ["args.json", "final", "run"]
 
 
+@pytest.mark.sample("SavesPretrained")
 @pytest.mark.parametrize("cls", [SavesPretrained, SavesStateDict])
 def test_weights_in_the_plain_layout_are_written_once(tmp_path, cls):
     made = ours(tmp_path / "run", cls=cls, stop_after=2)
@@ -138,7 +139,8 @@ def test_what_is_inside_a_model_with_a_layout_of_its_own(tmp_path):
     assert seen + run(ours(tmp_path / "run", max_steps=4, **shape), True) == expected
 
 
-@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.sample("weights alone")
+@pytest.mark.parametrize("weights_only", [False, True], ids=["with state", "weights alone"])
 def test_adapters_whose_base_cannot_be_made_again(tmp_path, weights_only):
     """PiSSA by a random decomposition: the base that it changed is saved with the adapters, at the end too."""
 
@@ -222,7 +224,7 @@ def make_bert(folder):
     BertForMaskedLM(BertConfig(vocab_size=32, max_position_embeddings=32, **sizes)).save_pretrained(folder)
 
 
-@pytest.mark.sample("sentence")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sentence", "cross", "sparse"])
 def test_sentence_transformers(tmp_path, kind):
     """The folder loads with the library, and the run goes on as if it had not been stopped."""

@@ -176,7 +176,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sample("late reference", "head of a loss", "critic", "generation")
+@pytest.mark.sample("late reference", "critic")
 @pytest.mark.parametrize("cls", KINDS.values(), ids=KINDS)
 def test_resumed_like_the_run_nobody_stopped(tmp_path, cls):
     shape = {"cls": cls, "max_steps": STEPS}
