@@ -199,9 +199,10 @@ def llama_factory(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def swift(folder: Path, settings: dict[str, Any]) -> None:
-    """`sft_main` of ms-swift, which gets the callback by its table; its `export_main` reads the result."""
+    """`sft_main` of ms-swift, which gets the callback by its table; its loaders read the result."""
     from swift import sft_main
     from swift.callbacks import callbacks_map
+    from swift.model import get_model_processor
     from swift.pipelines import export_main
 
     base = make_base(folder)
@@ -251,12 +252,12 @@ def swift(folder: Path, settings: dict[str, Any]) -> None:
         assert (whole / last / name).read_bytes() == (killed / last / name).read_bytes(), name
     assert (whole / last / "args.json").exists(), "args.json, which ms-swift reads"
     compare_loaded(whole / last, base)
-    kind = {"lora": ["--adapters", whole / last, "--merge_lora", "true"], "full": ["--model", whole / last]}
-    words = [*kind[settings["tuner_type"]], "--output_dir", folder / "export", "--torch_dtype", "float32"]
     if settings["tuner_type"] == "full":
-        words += ["--quant_method", "none"]
+        own, _ = get_model_processor(str(whole / last), model_type="llama", torch_dtype=torch.float32)
+        assert torch.equal(logits_of(own), logits_of(ft_ckpt.load_model(whole / last)))
         return
-    export_main([str(word) for word in words])
+    words = ("--adapters", whole / last, "--merge_lora", "true", "--output_dir", folder / "export")
+    export_main([*map(str, words), "--torch_dtype", "float32"])
     exported = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32)
     reached = logits_of(ft_ckpt.load_model(whole / last, base=base))
     torch.testing.assert_close(logits_of(exported), reached, rtol=1e-4, atol=1e-4)
