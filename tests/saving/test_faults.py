@@ -102,7 +102,8 @@ def flip(file, place, bit):
 
 def is_whole(folder):
     try:
-        return verify(folder).ok
+        report = verify(folder)
+        return report.ok and not report.notes  # a changed model card is a note
     except ManifestError:
         return False
 
