@@ -28,7 +28,7 @@ from ft_ckpt.saving.follow_up import SaveHook, make_follow_up
 from ft_ckpt.saving.merge_files import MergeRequest, ask_merged, is_plain_merge
 from ft_ckpt.saving.plan import check_companions, library_versions, request_of
 from ft_ckpt.saving.run_saves import RunSaves
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.place import Place, shown_location
 from ft_ckpt.training import triggers
 from ft_ckpt.training.choose import Wanted, parse_mode
 from ft_ckpt.training.data_position import DataPosition
@@ -371,7 +371,8 @@ class CheckpointSaver:
         self._saves.reopen_session()
         progress, is_main = self._run.progress, self._current_ranks().is_main
         if is_main and progress.resumed_from is None:
-            LOG.info("a fresh start: nothing was resumed from %s", self.directory)
+            searched = "no directory" if self.directory is None else shown_location(self.directory)
+            LOG.info("a fresh start: nothing was resumed from %s", searched)
         elif is_main:
             name, counts = PurePath(progress.resumed_from or "").name, (progress.step, progress.epoch, progress.batch)
             LOG.info("resumed from %s (step %d, epoch %d, batch %d)", name, *counts)

@@ -192,6 +192,13 @@ def open_place(place: "str | os.PathLike[str] | Place", **options: Any) -> Place
     return Place(LocalStore(path.parent), path.name)
 
 
+def shown_location(location: "str | os.PathLike[str]") -> str:
+    """A path or URL for messages: relative to the working directory if it is below that."""
+    path = Path(location)
+    working_folder = Path.cwd()
+    return str(path.relative_to(working_folder)) if path.is_relative_to(working_folder) else str(location)
+
+
 def absolute_location(place: str | os.PathLike[str] | Place) -> str | Place:
     """The same path, URL or place, independent of the working directory.
 

@@ -48,7 +48,7 @@ def resume_run(
     file is damaged, the next older checkpoint overwrites what was restored. `allow` and errors as for
     `CheckpointSaver.resume`.
     """
-    allowed = None if allow is True else frozenset(names_of(() if allow is False else allow, "resume(allow=...)"))
+    allowed = None if allow is True else _allowed_names(allow)
     while True:
         with ExitStack() as stack:
             point, branch = choose_checkpoint(wanted, ranks, stack)
@@ -59,6 +59,14 @@ def resume_run(
                 run.branch_off(branch)
                 return
         wanted = wanted.without(point, damage)
+
+
+def _allowed_names(allow: Iterable[str] | bool) -> frozenset[str]:
+    """The names of the items that may stay unrestored. Raises ConfigError for anything else."""
+    try:
+        return frozenset(names_of(() if allow is False else allow, "resume(allow=...)"))
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or True for any") from None
 
 
 def restore_run(

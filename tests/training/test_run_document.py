@@ -118,7 +118,7 @@ def test_a_wrong_value_is_named(saved, place, value):
 
 @pytest.mark.parametrize("allowed", [None, 0, 1, [None], [["optimizer"]], b"optimizer"], ids=repr)
 def test_allowed_items_that_are_no_names(saved, allowed):
-    with pytest.raises(ConfigError, match="expected names of items in a list, or True for any"):
+    with pytest.raises(ConfigError, match="expected names in a list, or True for any"):
         saved.resume(allow=allowed)
 
 
