@@ -47,5 +47,8 @@ def adapter_config(model: PreTrainedModel, kind: str) -> LoraConfig:
     if kind == "layers":
         return LoraConfig(r=2, target_modules=linear, target_parameters=experts or None)
     ends = [path for path in modules if path.rpartition(".")[2] in ("gate", "router", "norm")]
-    saved = sorted(set(ends) - set(linear[:4]))[:3]
-    return LoraConfig(r=2, target_modules=linear[:4], bias="all", modules_to_save=saved or None)
+    # PEFT refuses a layer whose neighbour is fused with it, unless it is a target too.
+    parents = {path.rpartition(".")[0] for path in linear[:4]}
+    targets = [path for path in linear if path.rpartition(".")[0] in parents]
+    saved = sorted(set(ends) - set(targets))[:3]
+    return LoraConfig(r=2, target_modules=targets, bias="all", modules_to_save=saved or None)
