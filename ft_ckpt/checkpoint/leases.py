@@ -112,7 +112,7 @@ class _Renewals:
         renewal = _Renewal(renew, seconds, time.monotonic() + seconds)
         with self._change:
             self._renewals.append(renewal)
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._work, name="ft_ckpt-leases", daemon=True)
                 self._thread.start()
             self._change.notify()

@@ -8,23 +8,23 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from ft_ckpt.distributed.tensors import ModelTensors
+from ft_ckpt.storage.local_store import temporary_store
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def read_config(config_class: Any, text: str) -> Any:
     """The config as `from_pretrained` reads it from a folder."""
-    with TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(_without_dtypes(json.loads(text))))
-        return config_class.from_pretrained(folder, local_files_only=True)
+    settings = _without_dtypes(json.loads(text))
+    with temporary_store() as store:
+        store.write("config.json", json.dumps(settings).encode())
+        return config_class.from_pretrained(str(store.folder), local_files_only=True)
 
 
 def _without_dtypes(settings: Any) -> Any:

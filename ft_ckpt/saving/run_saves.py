@@ -65,8 +65,10 @@ class RunSaves:
     def take_lease(self) -> None:
         """Take the lease of the run's directory, for the first save or resume. Collective.
 
-        A directory that cannot be written now gets no lease: the save says so itself. Raises LeaseTakenError naming
-        another process that trains into the directory, RanksDisagreeError if this process has no group of its ranks.
+        A directory that cannot be written now gets no lease: the save says so itself. Saves that
+        are staged do not need the directory, so they ask for its lease once only. Raises
+        LeaseTakenError naming another process that trains into the directory, RanksDisagreeError if
+        this process has no group of its ranks.
         """
         directory, config = self.places.directory, self.run.config
         is_exempt = self.is_rehearsal or self.is_closed or not config.lease
@@ -87,7 +89,7 @@ class RunSaves:
 
         is_taken, error = ranks.attempt(take_on_leader)
         verdict = ranks.agree("the lease of the run", {"taken": is_taken}, error)
-        if verdict.result["taken"]:
+        if verdict.result["taken"] or config.staging is not None:
             self.leased_in = os.getpid()
 
     def check_lease(self) -> None:

@@ -25,8 +25,10 @@ OF_PATHS = {
 # The floor: what a store and the fast road beside it are made of.
 STORAGE = {"direct_io", "libc", "local_disk", "local_file", "local_store", "locks", "mounts", "read_ahead"}
 STORAGE |= {"scratch", "trials"}  # files for libraries that want paths; trials of a file system
-# The commit protocol of folders, its recovery and its opposite, locks of readers, and open files kept open.
-CHECKPOINT = {"commit", "delete", "guards", "open_checkpoint"}
+# The commit protocol of folders, its recovery and its opposite, locks of readers and runs, and open files kept open.
+CHECKPOINT = {"commit", "delete", "guards", "open_checkpoint", "run_lease"}
+# A folder for a trainer class that writes files, with links to the neighbours of the checkpoint.
+TRAINERS = {"integrations/trainer_layout"}
 # Signatures of folders on a disk, by a library that reads paths; a signature beside a copy.
 SIGNATURES = {"checkpoint/sign", "checkpoint/signature", "transfer/signatures"}
 # Standard output; the descriptor that a child process is given, which imports no store.
@@ -56,6 +58,8 @@ def test_who_knows_the_file_system():
         for path in ROOT.rglob("*.py")
     }
     known = {name: why for name, why in found.items() if why}
-    allowed = {f"storage/{name}" for name in STORAGE} | {f"checkpoint/{name}" for name in CHECKPOINT} | SIGNATURES
+    allowed = (
+        {f"storage/{name}" for name in STORAGE} | {f"checkpoint/{name}" for name in CHECKPOINT} | SIGNATURES | TRAINERS
+    )
     assert {name: why for name, why in known.items() if name not in allowed | STREAMS} == {}, "ask a store"
     assert allowed - known.keys() == set(), "no longer: take them off the list"

@@ -132,6 +132,7 @@ def test_an_adapter_deleted_at_once(adapter_only, held, tmp_path):
 def test_what_does_not_fit_is_told_by_the_call(tmp_path):
     run = Run("full")
     run.tokenizer.add_tokens([f"<new-{number}>" for number in range(90)])
+    run.tokenizer.add_special_tokens({"eos_token": "<end>"})
     with (
         CheckpointSaver(None, tmp_path, background=True) as saver,
         pytest.raises(ValueError, match="embedding rows"),

@@ -408,6 +408,7 @@ def test_damaged_checkpoints_here_stop_no_run(s3, tmp_path):
 
 def test_what_is_damaged_before_its_upload_is_told_by_its_handle(s3, tmp_path):
     with saver_at(tmp_path) as saver:
+        saver.resume()  # takes the lease of the run, in the bucket
         saver.learn()
         with closed_gate(s3):
             upload = saver.save_state().upload
