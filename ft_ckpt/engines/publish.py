@@ -745,7 +745,7 @@ def _expect_version(update: _Update, expected: str | None) -> None:
     reported = update.server.weight_version()
     if reported == expected or (reported is None and update.before is None):
         return
-    update.is_overtaken = True
+    update.is_overtaken = reported is not None  # None, where it has reported one: it did not answer this once
     raise EngineError(
         f"{update.server.client.url}: reports the version {reported}, expected {expected}: it was restarted, or "
         "another publisher has replaced its weights"
