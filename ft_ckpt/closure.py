@@ -27,7 +27,7 @@ _running: list[str] = []  # the name of the function that is running, if any
 def checkpoint_closure(function: Callable[P, R], /) -> Callable[P, R | None]: ...
 @overload
 def checkpoint_closure(
-    *, every: Every | None = None, total_steps: int | None = None, saver: CheckpointSaver | None = None
+    *, every: Every | None = None, total_steps: int | None = None, saver: CheckpointSaver[Any] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
 def checkpoint_closure(
     function: Callable[..., Any] | None = None,
@@ -35,7 +35,7 @@ def checkpoint_closure(
     *,
     every: Every | None = None,
     total_steps: int | None = None,
-    saver: CheckpointSaver | None = None,
+    saver: CheckpointSaver[Any] | None = None,
 ) -> Any:
     """Run a function only at checkpoint steps and at the last step; other calls return None.
 
@@ -80,7 +80,9 @@ def checkpoint_closure(
 class _ClosureSchedule:
     """The progress of one function's loop, and when the function runs."""
 
-    def __init__(self, name: str, every: Every | None, total_steps: int | None, saver: CheckpointSaver | None) -> None:
+    def __init__(
+        self, name: str, every: Every | None, total_steps: int | None, saver: CheckpointSaver[Any] | None
+    ) -> None:
         self.name = name
         self._every, self._total_steps, self._saver = every, total_steps, saver
         self._given = saver is not None

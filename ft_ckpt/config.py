@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeGuard
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeGuard
 
 from ft_ckpt.errors import ConfigError, Rule, check_settings, is_number, listing
 from ft_ckpt.formats.registry import DEFAULT_FORMAT, tensor_formats
@@ -14,6 +15,9 @@ from ft_ckpt.messages import without_secrets
 from ft_ckpt.retention import Keep
 from ft_ckpt.schedule import Every
 from ft_ckpt.storage.place import absolute_location, is_url, open_place
+
+if TYPE_CHECKING:
+    import torch
 
 _DTYPES = ("as_is", "config", "float64", "float32", "bfloat16", "float16")
 _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
@@ -126,15 +130,91 @@ class SaverConfig:
         return dict(ranked if every.best is None else [*ranked, every.best])
 
 
-def make_config(config: SaverConfig | None, settings: dict[str, Any]) -> SaverConfig:
+class SaveSettings(TypedDict, total=False):
+    """The fields of `SaverConfig` as type checkers and editors see them in keywords, but for those of `SaverSettings`.
+
+    `background` is an argument of its own where it decides what saves return.
+    """
+
+    dtype: "str | torch.dtype"
+    format: str
+    compression: str | None
+    max_shard_size: int | str
+    attribute: str | None
+    chat_template_name: str | None
+    base_id: str | None
+    bucket_bytes: int
+    nonfinite: Literal["save", "raise"]
+    name_template: str
+    enter_timeout_seconds: float
+    io_threads: int | None
+    io_block_bytes: int
+    direct_io: Literal["auto", "on", "off"]
+    digest: Literal["xxh3", "sha256"]
+    io_priority: Literal["normal", "low"]
+    each_rank_writes: Literal["auto", "on", "off"]
+    reuse_frozen: Literal["auto", "on", "off"]
+    snapshot_bytes: int | str | None
+    on_failure: Literal["raise", "warn"]
+    when_full: Literal["raise", "prune", "wait"]
+    on_difference: Literal["warn", "raise", "ignore"]
+    fan_out: Literal["auto", "read", "broadcast"]
+    store_options: Mapping[str, Any] | None
+    staging: str | os.PathLike[str] | None
+    overwrite: bool
+    publish: str | Sequence[str] | Mapping[str, Any] | None
+    verify_resume: bool
+    lease: bool
+
+
+class SaverSettings(SaveSettings, total=False):
+    """The settings of a `CheckpointSaver`; those that a Trainer has arguments of its own for are here."""
+
+    every: Every | int | None
+    keep: Keep | int | None
+
+
+def make_config(config: SaverConfig | None, settings: Mapping[str, object]) -> SaverConfig:
     """The configuration given as an object or as keywords, not both; ConfigError names unknown keywords."""
     if config is not None and settings:
         raise ConfigError(f"config= and {', '.join(sorted(settings))}= were both given; use one of the two ways")
-    known = [field.name for field in fields(SaverConfig)]
-    unknown = sorted(set(settings) - set(known))
+    names = [field.name for field in fields(SaverConfig)]
+    unknown = sorted(set(settings) - set(names))
     if unknown:
-        raise ConfigError(f"{', '.join(unknown)}: not a setting; settings are {', '.join(known)}")
-    return config or SaverConfig(**settings)
+        advice = [f"{name}: not a setting; {_instead_of(name, names)}" for name in unknown]
+        raise ConfigError(listing(advice))
+    values: dict[str, Any] = dict(settings)
+    return config or SaverConfig(**values)
+
+
+# Names that users of transformers' TrainingArguments and of other savers know, and what does it here.
+FAMILIAR_NAMES = {
+    "gradient_accumulation_steps": "accelerator.accumulate(model), or leave it to the loop: steps are the optimizer's",
+    "hub_model_id": "push_to_hub= of save",
+    "load_best_model_at_end": "ft_ckpt.load_model(ft_ckpt.best(directory, metric))",
+    "logging_dir": "directory, the second argument",
+    "metric_for_best_model": 'keep=Keep(best=("eval_loss", "min"))',
+    "output_dir": "directory, the second argument",
+    "overwrite_output_dir": "resume('never') begins afresh; overwrite= replaces a checkpoint in a bucket",
+    "push_to_hub": "push_to_hub= of save",
+    "resume_from_checkpoint": "saver.resume(checkpoint)",
+    "safe_serialization": 'format="safetensors", the default',
+    "save_dir": "directory, the second argument",
+    "save_only_model": "saver.save(model), without save_state",
+    "save_safetensors": 'format="safetensors", the default',
+    "save_steps": "every=, as every=500",
+    "save_strategy": "every=Every(steps=...) or Every(epochs=...)",
+    "save_total_limit": "keep=, as keep=3",
+    "torch_dtype": "dtype=",
+}
+
+
+def _instead_of(name: str, names: Sequence[str]) -> str:
+    """What to write instead of a setting that does not exist."""
+    if name in FAMILIAR_NAMES:
+        return f"use {FAMILIAR_NAMES[name]}"
+    near = get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]}?" if near else f"settings are {', '.join(names)}"
 
 
 def numbers_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:

@@ -5,14 +5,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, cast, overload
 from weakref import WeakSet
 
 from torch import Tensor, nn
+from typing_extensions import Self, TypeVar, Unpack
 
 from ft_ckpt.checkpoint.run_places import open_run_places
 from ft_ckpt.checkpoint.session import check_writer_names
-from ft_ckpt.config import SaverConfig, make_config, names_of, numbers_of, step_of
+from ft_ckpt.config import SaverConfig, SaverSettings, make_config, names_of, numbers_of, step_of
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.engines.follow import publish_goal
@@ -36,11 +37,40 @@ from ft_ckpt.training.resume import resume_run
 from ft_ckpt.training.run import Progress, TrainingRun
 from ft_ckpt.transfer.push import push_goal
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["CheckpointSaver", "Progress", "SaveReport"]
-_OPEN: WeakSet["CheckpointSaver"] = WeakSet()
+_OPEN: WeakSet["CheckpointSaver[Any]"] = WeakSet()
 
 
-class CheckpointSaver:
+SaveResult = TypeVar("SaveResult", default=SaveReport)  # what a saver's saves return
+
+
+class SaveArguments(TypedDict, total=False):
+    """The keywords of `CheckpointSaver.save` as type checkers see them, but for `background`."""
+
+    adapter_only: bool | None
+    attribute: Attribute
+    dtype: "str | torch.dtype | None"
+    chat_template_name: str | None
+    tokenizer: Any
+    format: str | None
+    compression: str | None
+    max_shard_size: int | str | None
+    state_dict: Mapping[str, Tensor] | None
+    step: int | None
+    metrics: Mapping[str, Any] | None
+    extra_files: Mapping[str, str | bytes] | None
+    overwrite: bool | None
+    merged: Merged
+    base: str | Path | None
+    dequantize: bool
+    check: str | Mapping[str, Any] | None
+    push_to_hub: str | None
+
+
+class CheckpointSaver(Generic[SaveResult]):
     """Saves and resumes a training run, and saves models as folders that every Hugging Face tool loads.
 
     `accelerator`: its prepared models are checked now, so that a run does not fail at its end because of a generation
@@ -53,6 +83,53 @@ class CheckpointSaver:
     SelectionError for optimizers and other objects of a run whose state cannot be saved, TargetError when `directory`
     cannot be written.
     """
+
+    @overload
+    def __init__(
+        self: "CheckpointSaver[SaveReport]",
+        accelerator: Any = None,
+        directory: str | Path | Place | None = None,
+        *,
+        tokenizer: Any = None,
+        on_saved: SaveHook | Iterable[SaveHook] | None = None,
+        background: Literal[False] = False,
+        **settings: Unpack[SaverSettings],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: "CheckpointSaver[PendingSave]",
+        accelerator: Any = None,
+        directory: str | Path | Place | None = None,
+        *,
+        tokenizer: Any = None,
+        on_saved: SaveHook | Iterable[SaveHook] | None = None,
+        background: Literal[True],
+        **settings: Unpack[SaverSettings],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: "CheckpointSaver[SaveReport | PendingSave]",
+        accelerator: Any = None,
+        directory: str | Path | Place | None = None,
+        *,
+        tokenizer: Any = None,
+        on_saved: SaveHook | Iterable[SaveHook] | None = None,
+        background: bool,
+        **settings: Unpack[SaverSettings],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: "CheckpointSaver[SaveReport | PendingSave]",
+        accelerator: Any = None,
+        directory: str | Path | Place | None = None,
+        *,
+        tokenizer: Any = None,
+        config: SaverConfig | None,
+        on_saved: SaveHook | Iterable[SaveHook] | None = None,
+    ) -> None: ...
 
     def __init__(
         self,
@@ -83,6 +160,36 @@ class CheckpointSaver:
         self._run.note_base()
         _OPEN.add(self)
 
+    @overload
+    def save(
+        self,
+        model: nn.Module,
+        path: str | Path | Place | None = None,
+        *,
+        background: None = None,
+        **arguments: Unpack[SaveArguments],
+    ) -> SaveResult: ...
+
+    @overload
+    def save(
+        self,
+        model: nn.Module,
+        path: str | Path | Place | None = None,
+        *,
+        background: Literal[True],
+        **arguments: Unpack[SaveArguments],
+    ) -> PendingSave: ...
+
+    @overload
+    def save(
+        self,
+        model: nn.Module,
+        path: str | Path | Place | None = None,
+        *,
+        background: Literal[False],
+        **arguments: Unpack[SaveArguments],
+    ) -> SaveReport: ...
+
     @as_in_training
     def save(
         self,
@@ -91,7 +198,7 @@ class CheckpointSaver:
         *,
         adapter_only: bool | None = None,
         attribute: Attribute = None,
-        dtype: str | None = None,
+        dtype: "str | torch.dtype | None" = None,
         chat_template_name: str | None = None,
         tokenizer: Any = None,
         format: str | None = None,  # noqa: A002 - its name in other savers
@@ -99,7 +206,7 @@ class CheckpointSaver:
         max_shard_size: int | str | None = None,
         state_dict: Mapping[str, Tensor] | None = None,
         step: int | None = None,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, Any] | None = None,
         extra_files: Mapping[str, str | bytes] | None = None,
         background: bool | None = None,
         overwrite: bool | None = None,
@@ -108,7 +215,7 @@ class CheckpointSaver:
         dequantize: bool = False,
         check: str | Mapping[str, Any] | None = None,
         push_to_hub: str | None = None,
-    ) -> SaveReport | PendingSave:
+    ) -> Any:
         """Save `model`, or a part of it, to the folder `path`; call on every rank. Returns when it is durable.
 
         With `background` it returns at once if possible; the handle and the next call of the saver report the outcome,
@@ -282,9 +389,7 @@ class CheckpointSaver:
         return self._run.feeds.position_of(loader, self._current_ranks(), replay, self.config.on_difference)
 
     @as_in_training
-    def step(
-        self, metrics: Mapping[str, float] | None = None, *, step: int | None = None
-    ) -> SaveReport | PendingSave | None:
+    def step(self, metrics: Mapping[str, Any] | None = None, *, step: int | None = None) -> SaveResult | None:
         """Report a finished batch, and save the run when it is due. On every rank, after every batch.
 
         A step is counted when an optimizer has stepped; batches of an accumulation are skipped, whether Accelerate or
@@ -306,7 +411,49 @@ class CheckpointSaver:
         if self._rehearsal is not None:
             save, is_main = lambda path: self.save_state(path=path, metrics=given), self._current_ranks().is_main
             self._rehearsal.record_step(self._run.step, given, report is not None, is_main, save)
-        return report
+        return cast("SaveResult | None", report)  # a saver's settings decide
+
+    @overload
+    def save_state(
+        self,
+        model: nn.Module | None = None,
+        path: str | Path | Place | None = None,
+        *,
+        adapter_only: bool | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        extra_files: Mapping[str, str | bytes] | None = None,
+        background: None = None,
+        overwrite: bool | None = None,
+        **objects: Any,
+    ) -> SaveResult: ...
+
+    @overload
+    def save_state(
+        self,
+        model: nn.Module | None = None,
+        path: str | Path | Place | None = None,
+        *,
+        adapter_only: bool | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        extra_files: Mapping[str, str | bytes] | None = None,
+        background: Literal[True],
+        overwrite: bool | None = None,
+        **objects: Any,
+    ) -> PendingSave: ...
+
+    @overload
+    def save_state(
+        self,
+        model: nn.Module | None = None,
+        path: str | Path | Place | None = None,
+        *,
+        adapter_only: bool | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        extra_files: Mapping[str, str | bytes] | None = None,
+        background: Literal[False],
+        overwrite: bool | None = None,
+        **objects: Any,
+    ) -> SaveReport: ...
 
     @as_in_training
     def save_state(
@@ -315,12 +462,12 @@ class CheckpointSaver:
         path: str | Path | Place | None = None,
         *,
         adapter_only: bool | None = None,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, Any] | None = None,
         extra_files: Mapping[str, str | bytes] | None = None,
         background: bool | None = None,
         overwrite: bool | None = None,
         **objects: Any,
-    ) -> SaveReport | PendingSave:
+    ) -> Any:
         """Save a checkpoint that the run can be resumed from: weights, and the state of everything else; on every rank.
 
         It contains the objects that Accelerate prepared and the registered ones; `objects` are registered first. If
@@ -409,7 +556,7 @@ class CheckpointSaver:
             if save and not self._saves.is_closed:
                 self._saves.save_last()
 
-    def __enter__(self) -> "CheckpointSaver":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -422,6 +569,6 @@ class CheckpointSaver:
         return current_ranks(self.config.enter_timeout_seconds)
 
 
-def open_savers() -> list[CheckpointSaver]:
+def open_savers() -> list["CheckpointSaver[Any]"]:
     """The savers of this process that are neither closed nor garbage-collected."""
     return list(_OPEN)

@@ -52,7 +52,7 @@ class TrainerSettings:
     config: SaverConfig
     on_saved: tuple[SaveHook, ...] = ()
     has_state: bool = False  # checkpoints have training state even with the Trainer's save_only_model
-    on_resumed: Callable[[CheckpointSaver], object] | None = None
+    on_resumed: Callable[[CheckpointSaver[Any]], object] | None = None
 
 
 class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
@@ -60,7 +60,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     ft_ckpt: TrainerSettings
     ft_ckpt_calls = 0  # of _save_checkpoint
-    __saver: CheckpointSaver | None = None
+    __saver: CheckpointSaver[Any] | None = None
     __loader: Any = None
     __chosen = ChosenCheckpoint()  # to resume from
     __held = HeldState()  # beside the model, when training began
@@ -175,7 +175,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
                 f"{error}; attribute= is a setting of FtCkptCallback, and the Trainer saves all models without it"
             ) from error
 
-    def __register_held(self, saver: CheckpointSaver) -> dict[str, Any]:
+    def __register_held(self, saver: CheckpointSaver[Any]) -> dict[str, Any]:
         """Register or watch the state beside the model. Returns the objects that the checkpoint does not have."""
         self.__held = held_state(self)
         saver.register(**self.__held.trained)
@@ -193,7 +193,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
                 saver._run.watch(name, model)
         return absent
 
-    def __name_unsaved(self, saver: CheckpointSaver) -> None:
+    def __name_unsaved(self, saver: CheckpointSaver[Any]) -> None:
         """Warn once of state that moves and that the checkpoints do not have; a resume reports it too."""
         run = saver._run
         names = unsaved_state(self, self.__held, {*run.watched, *run.registered})
@@ -369,7 +369,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             self.__saver.step(step=step)
             self.__saver.save_state(path=target, **given)
 
-    def __make_saver(self, directory: str | None) -> CheckpointSaver:
+    def __make_saver(self, directory: str | None) -> CheckpointSaver[Any]:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         on_saved = self.ft_ckpt.on_saved
         config = replace(self.ft_ckpt.config, attribute=self.__attribute)

@@ -200,7 +200,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         self._allow, self._on_saved = allow, hooks_of(on_saved)
         if isinstance(resume, (str, Path)) and os.sep in str(resume):  # else a mode, or a name in `directory`
             self._resume = absolute_location(resume)
-        self._saver: CheckpointSaver | None = None
+        self._saver: CheckpointSaver[Any] | None = None
         self._loaders: list[FedLoader] = []
         self._state: LightningState | None = None
         self._step = 0  # last step reported to the saver

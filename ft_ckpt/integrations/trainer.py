@@ -12,12 +12,13 @@ Trainer's.
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import Trainer, TrainerCallback
+from typing_extensions import Unpack
 
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.config import keep_of, make_config
+from ft_ckpt.config import SaveSettings, keep_of, make_config
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.integrations.checkpointed import Checkpointed, TrainerSettings, overriding
 from ft_ckpt.integrations.trainer_layout import ends_chain
@@ -27,19 +28,28 @@ from ft_ckpt.saving.follow_up import SaveHook, hooks_of
 
 __all__ = ["FtCkptCallback", "checkpointed"]
 
+TrainerClass = TypeVar("TrainerClass")
+
+
+class TrainerSaverSettings(SaveSettings, total=False):
+    """The settings of `CheckpointSaver` for a Trainer, as type checkers see them."""
+
+    background: bool
+
+
 _REPLACED = ("_save_checkpoint", "save_model")  # overrides of these in subclasses must call super()
 
 
 def checkpointed(
-    trainer_class: type[Any],
+    trainer_class: type[TrainerClass],
     *,
     keep: Keep | int | None = None,
     allow: Iterable[str] | bool = (),
     state: bool = False,
     on_saved: SaveHook | Iterable[SaveHook] | None = None,
-    on_resumed: Callable[[CheckpointSaver], object] | None = None,
-    **settings: Any,
-) -> type[Any]:
+    on_resumed: Callable[[CheckpointSaver[Any]], object] | None = None,
+    **settings: Unpack[TrainerSaverSettings],
+) -> type[TrainerClass]:
     """A subclass of `trainer_class`, `Trainer` or a class built on it, that saves and resumes through ft_ckpt.
 
     `keep` selects the checkpoints that stay (the Trainer's best one always does); a number means the newest n; None:

@@ -1,9 +1,11 @@
 """Settings prove themselves when they are made."""
 
+from dataclasses import fields
+
 import pytest
 
 from ft_ckpt import CheckpointSaver, SaverConfig
-from ft_ckpt.config import parse_size
+from ft_ckpt.config import FAMILIAR_NAMES, SaverSettings, parse_size
 from ft_ckpt.errors import CheckpointError, ConfigError, RanksDisagreeError, TargetError
 
 
@@ -40,9 +42,34 @@ def test_all_problems_at_once():
         SaverConfig(dtype="x", nonfinite="y", io_threads=0)
 
 
-def test_unknown_setting_names_those_there_are():
-    with pytest.raises(ConfigError, match=r"dtypes: not a setting; settings are dtype, format, compression"):
-        CheckpointSaver(dtypes="float32")
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("dtpye", r"did you mean dtype\?"),
+        ("on_diference", r"did you mean on_difference\?"),
+        ("save_total_limit", "use keep="),
+        ("save_steps", "use every="),
+        ("output_dir", "use directory, the second argument"),
+        ("zzz", "settings are dtype, format, compression"),
+    ],
+)
+def test_an_unknown_setting_is_answered_with_the_right_one(name, advice):
+    with pytest.raises(ConfigError, match=f"{name}: not a setting; {advice}"):
+        CheckpointSaver(**{name: 1})
+
+
+def test_familiar_names_are_no_settings_of_this_saver():
+    names = {field.name for field in fields(SaverConfig)}
+    assert names.isdisjoint(FAMILIAR_NAMES)
+
+
+def test_type_checkers_see_all_settings():
+    """`background` is an argument of its own."""
+    annotations = set(SaverSettings.__annotations__) | {"background"}
+    assert annotations == {field.name for field in fields(SaverConfig)}
+
+
+def test_settings_are_given_in_one_way():
     with pytest.raises(ConfigError, match="both given"):
         CheckpointSaver(config=SaverConfig(), dtype="float32")
 
