@@ -35,7 +35,10 @@ def differing(actual: State, expected: State, tolerance: float = 0.0) -> list[st
 
 
 def differences(name: str, kind: str, folder: Path) -> dict[str, str]:
-    """How an adapter on a model of that class, saved in each way, differs from the live one once it is loaded."""
+    """How an adapter on a model of that class, saved in each way, differs from the live one once it is loaded.
+
+    A way that is refused by name is one, too: it begins with "refused".
+    """
     base = make_small(name)
     if base is None:
         return {}
@@ -73,6 +76,9 @@ def differences(name: str, kind: str, folder: Path) -> dict[str, str]:
         where = f"{name}, {kind}, {way.__name__}"
         try:
             wrong = differing(way().state_dict(), expected, tolerance)
+        except errors.SelectionError as error:
+            problems[where] = f"refused: {error}"
+            continue
         except Exception as error:  # the campaign lists all that fail
             problems[where] = f"{type(error).__name__}: {error}"
             continue
@@ -102,13 +108,19 @@ def test_an_adapter_is_the_trained_one_after_each_load_and_merge(name, kind, tmp
 def test_adapters_on_every_class_with_a_table(share, tmp_path):
     names = classes_with_tables()[share::SHARES]
     problems: dict[str, str] = {}
+    refused: set[str] = set()
     made = 0
     for name in names:
         made += make_small(name) is not None
         for kind in KINDS:
-            problems |= differences(name, kind, tmp_path / name / kind)
+            for where, problem in differences(name, kind, tmp_path / name / kind).items():
+                if problem.startswith("refused: "):
+                    refused.add(name)
+                else:
+                    problems[where] = problem
     assert problems == {}
     assert made > len(names) // 4, f"only {made} of {len(names)} classes can be made small"
+    assert len(refused) <= made // 5, f"{sorted(refused)} of {made} classes are refused"
 
 
 def rename_stored(folder: Path, pattern: str, replacement: str) -> None:
