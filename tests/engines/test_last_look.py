@@ -251,7 +251,7 @@ def in_turns(small: Small, engine: Engine, whats: tuple[str, str], first: int, s
         finally:
             turns.end(publisher)
 
-    engine.gate = turns.wait
+    engine.gate, engine.patience_seconds = turns.wait, 0.05  # the publisher that has paused it waits for its turn
     checkpoints = [small.versions(what)[number] for number, what in enumerate(whats, 1)]
     threads = [threading.Thread(target=run, args=pair) for pair in zip("ab", checkpoints, strict=True)]
     for thread in threads:

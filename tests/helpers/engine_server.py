@@ -108,6 +108,7 @@ class Engine:
     packed: dict[str, str] = field(default_factory=dict)  # digests of layers in the layout that was made first
     held: str = ""  # the folder that the weights came from; "" after half an update
     summed: tuple[tuple[int, ...], str] | None = None
+    patience_seconds: float = 30.0  # how long a completion waits for the end of a pause
     during_pause: list[str] = field(default_factory=list)  # completions requested while paused
     gate: Callable[[Request], Any] = lambda _: None  # called before a request is received; may block
 
@@ -390,7 +391,7 @@ def _completion(engine: Engine, request: Request) -> Any:
     model = request.body["model"]
     if engine.is_paused:
         engine.during_pause.append(model)
-        engine.running.wait(30)
+        engine.running.wait(engine.patience_seconds)
     with engine.lock:
         adapter = model if model in engine.adapters else None
         if engine.kind == "sglang":  # a name without the base's is taken for the base
