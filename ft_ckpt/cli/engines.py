@@ -9,6 +9,7 @@ from ft_ckpt.cli import views
 from ft_ckpt.cli.files import print_conversion, refuse_existing
 from ft_ckpt.cli.options import add_force, add_json, bounded, print_lines
 from ft_ckpt.errors import ConfigError
+from ft_ckpt.storage.place import shown_location
 
 if TYPE_CHECKING:
     from ft_ckpt.engines.publish import PublishReport
@@ -112,9 +113,11 @@ def _print_report(report: "PublishReport", *, as_json: bool) -> None:
         entry = report.servers[0]
         kind = report.kind if entry.before is None else f"{report.kind} on {entry.before}"
         done = f"{report.seconds:.1f} s" if entry.is_new else "there already"
-        print_lines(f"{report.path} -> {entry.url}: {kind}, {entry.checked}, {done}")
+        print_lines(f"{shown_location(report.path)} -> {entry.url}: {kind}, {entry.checked}, {done}")
     else:
-        print_lines(f"{report.path} -> {report.name} ({report.kind} {report.version}): {report.seconds:.1f} s")
+        print_lines(
+            f"{shown_location(report.path)} -> {report.name} ({report.kind} {report.version}): {report.seconds:.1f} s"
+        )
         rows = (
             (
                 each.url,

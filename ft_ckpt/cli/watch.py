@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
+from ft_ckpt.storage.place import shown_location
 
 if TYPE_CHECKING:
     from ft_ckpt.checkpoint.evaluate import Evaluation
@@ -42,5 +43,5 @@ def _print_evaluation(found: "Evaluation", *, as_json: bool) -> None:
         views.print_json({**vars(found), "path": str(found.path)})
     else:
         numbers = ", ".join(f"{name} {value:.6g}" for name, value in found.metrics.items())
-        print_lines(f"{found.path}: {numbers}, {found.seconds:.1f} s")
+        print_lines(f"{shown_location(found.path)}: {numbers}, {found.seconds:.1f} s")
     sys.stdout.flush()  # at once: a command may take hours
