@@ -194,7 +194,7 @@ def after_every_request(small: Small, kind: str, what: str, event: Event, count:
         return total
 
 
-@pytest.mark.sample("1-restart-weights-vllm", "1-weights of another-adapter-vllm")
+@pytest.mark.sample("1-restart-weights-vllm")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", WHATS)
 @pytest.mark.parametrize("event", EVENTS)
@@ -499,6 +499,7 @@ def test_answers_that_stay_as_they_were_are_refused(trait: str, small: Small, mo
 # Folders of any name
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["run#1", "my run", "läuft (2)", "a@b", "run/ch#eck point"])
 @pytest.mark.parametrize("place", ["beside", "another run"])
 def test_weights_from_a_folder_of_any_name_are_restored(place: str, name: str, small: Small, tmp_path: Path) -> None:

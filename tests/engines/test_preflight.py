@@ -293,6 +293,7 @@ STARTS = [
 ]  # loftq needs CUDA
 
 
+@pytest.mark.sample("lora_ga", "eva")
 @pytest.mark.parametrize("start", STARTS)
 def test_an_initialisation_that_changes_the_base_is_found(start: str, tmp_path: Path) -> None:
     base = base_model("llama").float()
