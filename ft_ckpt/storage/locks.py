@@ -18,16 +18,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ft_ckpt.storage.mounts import is_on_local_disk
+
 OWNER = r".+-\d+-[0-9a-f]{8}"  # a result of `new_owner`, also of ft_ckpt 0.1.0
-_MACHINE = re.compile(r".*-(?P<machine>[0-9a-f]{8})-\d+-[0-9a-f]{8}", re.DOTALL)
+_MACHINE = re.compile(r"(?P<start>.*)-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}", re.DOTALL)
 _held: dict[str, int] = {}  # path -> descriptor of its lock
 _change = threading.Lock()
 
 
 def new_owner() -> str:
     """The suffix of a new hidden name: host, machine, process, random digits. At most 60 bytes, in ASCII."""
-    host = re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())[:20]  # for readers; the machine mark makes it unique
-    return f"{host}-{_machine_mark()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return f"{_host_mark()}-{_machine_mark()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def machine_id() -> str | None:
@@ -87,11 +88,14 @@ def claim_leftover(path: Path, owner: str, seconds: float) -> Iterator[bool]:
     """Lock the leftover of `owner` at `path` while the block runs; yields False when it must not be deleted.
 
     It must not while another process has it locked; without lock information, or if another machine made it, also until
-    it is `seconds` old.
+    it is `seconds` old. On a network file system a lock is seen through the same mount only: there a process of this
+    machine must be gone, too.
     """
     with holding_lock(path) as mine:
         named = _MACHINE.fullmatch(owner)
         is_local = named is not None and named["machine"] == _machine_mark()
+        if named is not None and is_local and not is_on_local_disk(path):
+            is_local = named["start"].endswith(_host_mark()) and not _is_running(int(named["pid"]))
         yield _has_ended(_age_seconds(path), mine, is_local, seconds)
 
 
@@ -184,6 +188,22 @@ def _can_lock(path: Path) -> bool | None:
     finally:
         os.close(descriptor)
     return True
+
+
+def _is_running(pid: int) -> bool:
+    """Whether there is a process of this number, which may be another user's; a zombie has ended."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        pass
+    return _start_time(pid) != ""
+
+
+def _host_mark() -> str:
+    """The host name in at most 20 characters; containers of one machine have several."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())[:20]
 
 
 def _machine_mark() -> str:

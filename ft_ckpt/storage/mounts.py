@@ -50,6 +50,12 @@ def mount_of(folder: Path) -> MountedFrom | None:
     return best
 
 
+def is_on_local_disk(path: Path) -> bool:
+    """Whether only this machine writes to the file system of `path`; True if its kind is unknown."""
+    mount = mount_of(path)
+    return mount is None or mount.kind in LOCAL_FILE_SYSTEMS
+
+
 def keeps_exact_times(descriptor: int) -> bool:
     """Whether the modification time of this open file changes only when it is written to.
 

@@ -3,9 +3,11 @@
 import os
 
 import pytest
+from launch import run_python
 from mounted import gluster_clients, needs_gluster
 
 from ft_ckpt.errors import CorruptError
+from ft_ckpt.storage.local_disk import locked_folder
 from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.mounts import keeps_exact_times
 
@@ -36,6 +38,29 @@ def test_a_file_that_another_client_cuts_short_is_an_error(tmp_path):
         with pytest.raises(CorruptError, match="file: changed while it was open, 4096 bytes then and 100 now"):
             file.check()
         file.close()
+
+
+SWEEP = """
+import sys
+from pathlib import Path
+from ft_ckpt.storage.local_disk import locked_folder
+with locked_folder(Path(sys.argv[1]), "trial-"):
+    pass
+"""
+
+
+@needs_gluster
+def test_a_folder_that_a_process_of_another_client_uses_stays(tmp_path):
+    """A lock of a folder is not seen through another mount: the process decides. That of a killed one goes at once."""
+    with gluster_clients(tmp_path, 2, cache_seconds=0) as (ours, theirs):
+        with locked_folder(ours, "trial-") as folder:
+            assert run_python(SWEEP, theirs).returncode == 0
+            assert (theirs / folder.name).is_dir()
+        killed = run_python(SWEEP.replace("pass", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), theirs)
+        assert killed.returncode < 0
+        assert len(list(ours.glob("trial-*"))) == 1
+        assert run_python(SWEEP, ours).returncode == 0
+        assert list(ours.glob("trial-*")) == []
 
 
 def test_on_a_local_disk_a_new_time_is_a_change(tmp_path):
