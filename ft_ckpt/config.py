@@ -189,13 +189,11 @@ def make_config(config: SaverConfig | None, settings: Mapping[str, object]) -> S
 
 # Names that users of transformers' TrainingArguments and of other savers know, and what does it here.
 FAMILIAR_NAMES = {
-    "gradient_accumulation_steps": "accelerator.accumulate(model), or leave it to the loop: steps are the optimizer's",
     "hub_model_id": "push_to_hub= of save",
     "load_best_model_at_end": "ft_ckpt.load_model(ft_ckpt.best(directory, metric))",
-    "logging_dir": "directory, the second argument",
     "metric_for_best_model": 'keep=Keep(best=("eval_loss", "min"))',
     "output_dir": "directory, the second argument",
-    "overwrite_output_dir": "resume('never') begins afresh; overwrite= replaces a checkpoint in a bucket",
+    "overwrite_output_dir": "saver.resume('never') to begin afresh, overwrite= to replace a checkpoint in a bucket",
     "push_to_hub": "push_to_hub= of save",
     "resume_from_checkpoint": "saver.resume(checkpoint)",
     "safe_serialization": 'format="safetensors", the default',

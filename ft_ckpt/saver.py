@@ -190,6 +190,16 @@ class CheckpointSaver(Generic[SaveResult]):
         **arguments: Unpack[SaveArguments],
     ) -> SaveReport: ...
 
+    @overload
+    def save(
+        self,
+        model: nn.Module,
+        path: str | Path | Place | None = None,
+        *,
+        background: bool,
+        **arguments: Unpack[SaveArguments],
+    ) -> SaveReport | PendingSave: ...
+
     @as_in_training
     def save(
         self,
@@ -454,6 +464,20 @@ class CheckpointSaver(Generic[SaveResult]):
         overwrite: bool | None = None,
         **objects: Any,
     ) -> SaveReport: ...
+
+    @overload
+    def save_state(
+        self,
+        model: nn.Module | None = None,
+        path: str | Path | Place | None = None,
+        *,
+        adapter_only: bool | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        extra_files: Mapping[str, str | bytes] | None = None,
+        background: bool,
+        overwrite: bool | None = None,
+        **objects: Any,
+    ) -> SaveReport | PendingSave: ...
 
     @as_in_training
     def save_state(

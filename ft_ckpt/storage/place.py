@@ -195,7 +195,10 @@ def open_place(place: "str | os.PathLike[str] | Place", **options: Any) -> Place
 def shown_location(location: "str | os.PathLike[str]") -> str:
     """A path or URL for messages: relative to the working directory if it is below that."""
     path = Path(location)
-    working_folder = Path.cwd()
+    try:
+        working_folder = Path.cwd()
+    except OSError:  # it was deleted
+        return str(location)
     return str(path.relative_to(working_folder)) if path.is_relative_to(working_folder) else str(location)
 
 

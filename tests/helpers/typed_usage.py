@@ -36,6 +36,12 @@ def save_with_a_config(model: torch.nn.Module, config: SaverConfig) -> None:
     assert_type(saver.save(model), SaveReport | PendingSave)
 
 
+def save_as_a_flag_says(model: torch.nn.Module, is_last: bool) -> None:
+    saver = CheckpointSaver(None, "runs/sft")
+    assert_type(saver.save(model, background=not is_last), SaveReport | PendingSave)
+    assert_type(saver.save_state(background=not is_last), SaveReport | PendingSave)
+
+
 def settings_that_do_not_exist(model: torch.nn.Module) -> None:
     CheckpointSaver(dtpye="bfloat16")  # type: ignore[call-overload]  # a typing error
     CheckpointSaver(when_full="panic")  # type: ignore[call-overload]  # another value

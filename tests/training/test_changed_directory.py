@@ -10,6 +10,7 @@ from training import QUIET, prepared, train
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, SaverConfig
 from ft_ckpt.engines.follow import publish_goal
+from ft_ckpt.storage.place import shown_location
 
 
 @pytest.fixture
@@ -83,3 +84,13 @@ def test_settings_of_publish(tmp_path, leave):
     assert publish_goal(named.publish)[1].base == "user/base"
     assert publish_goal(chain.publish)[0] == [str(start / "chain")]
     assert config.staging == str(start / "nvme")
+
+
+def test_a_working_directory_that_was_deleted_stops_no_message(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    assert shown_location(gone / "run") == "run"
+    gone.rmdir()
+    assert shown_location(gone / "run") == str(gone / "run")
+    assert shown_location("s3://bucket/run") == "s3://bucket/run"
