@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeGuard
 
 from ft_ckpt.errors import ConfigError, Rule, check_settings, is_number, listing
 from ft_ckpt.formats.registry import DEFAULT_FORMAT, tensor_formats
-from ft_ckpt.messages import without_secrets
+from ft_ckpt.messages import did_you_mean, without_secrets
 from ft_ckpt.retention import Keep
 from ft_ckpt.schedule import Every
 from ft_ckpt.storage.place import absolute_location, is_url, open_place
@@ -211,8 +210,7 @@ def _instead_of(name: str, names: Sequence[str]) -> str:
     """What to write instead of a setting that does not exist."""
     if name in FAMILIAR_NAMES:
         return f"use {FAMILIAR_NAMES[name]}"
-    near = get_close_matches(name, names, n=1)
-    return f"did you mean {near[0]}?" if near else f"settings are {', '.join(names)}"
+    return did_you_mean([name], names) or f"settings are {', '.join(names)}"
 
 
 def numbers_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:

@@ -8,6 +8,8 @@ import logging
 import re
 import reprlib
 import warnings
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 SECRET = "***"  # noqa: S105 - a placeholder, not a secret
@@ -79,6 +81,22 @@ def clean_causes(error: BaseException | None) -> None:
     while error is not None:
         error.args = tuple(printable_lines(arg) if isinstance(arg, str) else arg for arg in error.args)
         error = error.__cause__ or error.__context__
+
+
+def did_you_mean(words: Iterable[str], choices: Iterable[str]) -> str:
+    """The question "did you mean ...?" with the choice nearest to each of `words`; "" if none is near."""
+    names = list(choices)
+    nearest: dict[str, None] = {}
+    for word in words:
+        nearest.update(dict.fromkeys(get_close_matches(word, names, n=1)))
+    return f"did you mean {', '.join(nearest)}?" if nearest else ""
+
+
+def expected_one_of(word: str, choices: Iterable[str]) -> str:
+    """The text "expected one of ...", then the choice nearest to the unknown `word`, if one is near."""
+    names = list(choices)
+    question = did_you_mean([word], names)
+    return f"expected one of {', '.join(names)}{'; ' if question else ''}{question}"
 
 
 def warn(text: str, stacklevel: int = 1) -> None:

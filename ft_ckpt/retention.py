@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from ft_ckpt.errors import ConfigError, Rule, check_settings, is_number, listing
+from ft_ckpt.messages import did_you_mean
 
 _T = TypeVar("_T")
 Best: TypeAlias = tuple[str, str] | tuple[str, str, int]  # metric, "min" or "max", how many (default 1)
@@ -150,10 +150,10 @@ def metrics_of(held: Iterable[HeldCheckpoint]) -> set[str]:
 def name_metrics(unmeasured: Sequence[str], measured: Iterable[str]) -> str:
     """Text that names metrics which are missing, and those that there are, the nearest names first."""
     choices = sorted(measured)
-    near = [name for metric in unmeasured for name in get_close_matches(metric, choices, n=1)]
     names = listing([repr(metric) for metric in unmeasured], ", ")
-    hint = f"did you mean {listing([repr(name) for name in near], ', ')}? " if near else ""
-    return f"{names} ({hint}{'metrics: ' + listing(choices, ', ') if choices else 'they have no metrics'})"
+    question = did_you_mean(unmeasured, choices)
+    choices_text = f"metrics: {listing(choices, ', ')}" if choices else "they have no metrics"
+    return f"{names} ({question} {choices_text})" if question else f"{names} ({choices_text})"
 
 
 def _judged_runs(held: Sequence[HeldCheckpoint], run_id: str | None) -> list[list[HeldCheckpoint]]:

@@ -19,6 +19,7 @@ from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import hold_open
 from ft_ckpt.errors import CheckpointError, ConfigError, is_number, listing
 from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.messages import expected_one_of
 from ft_ckpt.model.base_model import differing_elements, start_keeps_base
 from ft_ckpt.model.folder import open_folder
 from ft_ckpt.model.settings import differences_between, quantisation_of
@@ -56,7 +57,7 @@ def check_for(engine: str, folder: str | Place, *, max_lora_rank: int = MOST_RAN
 def check_engine(engine: str) -> None:
     """Raise ConfigError if the engine is unknown."""
     if engine not in ENGINES:
-        raise ConfigError(f"engine={engine!r}: expected one of {', '.join(ENGINES)}")
+        raise ConfigError(f"engine={engine!r}: {expected_one_of(engine, ENGINES)}")
 
 
 def findings(engine: str, store: Store, file: TensorFile, max_lora_rank: int = MOST_RANK) -> Iterator[str]:

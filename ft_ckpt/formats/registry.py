@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec, TensorFile
 from ft_ckpt.formats.safetensors import NAMES, lay_out_safetensors
+from ft_ckpt.messages import expected_one_of
 from ft_ckpt.storage.store import Readable
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def written_formats() -> list[TensorFormat]:
 def format_named(name: str) -> TensorFormat:
     """The format called `name`. Raises ConfigError when there is none."""
     if name not in _FORMATS:
-        raise ConfigError(f"format {name!r}: expected one of {', '.join(_FORMATS)}")
+        raise ConfigError(f"format {name!r}: {expected_one_of(name, _FORMATS)}")
     return _FORMATS[name]
 
 

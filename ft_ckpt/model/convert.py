@@ -45,6 +45,7 @@ from ft_ckpt.formats.registry import DEFAULT_FORMAT, FolderLibrary, TensorFormat
 from ft_ckpt.formats.safetensors_file import link_second_names
 from ft_ckpt.formats.shards import shard_index, split_into_files
 from ft_ckpt.formats.torch_file import TorchArchive
+from ft_ckpt.messages import expected_one_of
 from ft_ckpt.model import folder
 from ft_ckpt.model.libraries import ADAPTER_FILE
 from ft_ckpt.storage.digests import FileRecord, read_record
@@ -142,7 +143,7 @@ def convert_options(
     name = target.basename
     writable = [known.name for known in written_formats()]
     if format is not None and format not in writable:
-        raise ConfigError(f"format={format!r}: expected one of {', '.join(writable)}")
+        raise ConfigError(f"format={format!r}: {expected_one_of(format, writable)}")
     given = None if format is None else format_named(format)
     names_folder = to_folder or place.is_folder or str(dst).endswith("/") or not PurePath(name).suffix
     to_folder = names_folder or (given is not None and given.library is not None)
@@ -259,7 +260,7 @@ class TranslatedFile:
 
     def __init__(self, file: TensorFile, names: Names, dtype: str | None) -> None:
         if dtype is not None and dtype not in DTYPES:
-            raise ConfigError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
+            raise ConfigError(f"dtype={dtype!r}: {expected_one_of(dtype, DTYPES)}")
         ties: Names = getattr(file, "ties", {})
         new = rename_tensors([*file.specs, *ties], names)
         self.file, self.old = file, {new[name]: name for name in file.specs}

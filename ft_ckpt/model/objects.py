@@ -22,6 +22,7 @@ from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.pytree import Leaf, flatten, unflatten
 from ft_ckpt.formats.registry import TensorFormat, format_named, tensor_formats
 from ft_ckpt.formats.tensor_file import IndexedFile, RawFile
+from ft_ckpt.messages import expected_one_of
 from ft_ckpt.model.lazy_tensor import LazyTensor, lazy_tensor
 from ft_ckpt.storage.digests import digest_of_open
 from ft_ckpt.storage.local_store import LocalStore
@@ -140,7 +141,7 @@ def _object_format(name: str) -> TensorFormat:
     """The format `name`. Raises ConfigError when it is unknown or cannot store objects."""
     names = [known.name for known in tensor_formats() if known.serves_objects]
     if name not in names:
-        raise ConfigError(f"format {name!r}: expected one of {', '.join(names)}")
+        raise ConfigError(f"format {name!r}: {expected_one_of(name, names)}")
     return format_named(name)
 
 

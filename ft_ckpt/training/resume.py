@@ -8,7 +8,7 @@ from ft_ckpt.config import names_of
 from ft_ckpt.distributed.fill import Filler, choose_filler
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, damaged_input, listing
-from ft_ckpt.messages import warn
+from ft_ckpt.messages import did_you_mean, warn
 from ft_ckpt.training import zero_optimizer
 from ft_ckpt.training.accelerate_folder import fit_point
 from ft_ckpt.training.choose import Wanted, choose_checkpoint
@@ -199,9 +199,12 @@ def _refuse_unknown(
     document = point.document
     known = {*_NOT_OBJECTS, *document["items"], *document.get("let_go", ()), *(item.name for item in items)}
     known |= {outcome.name for outcome in outcomes} - {"weights"}
-    if unknown := sorted(repr(name) for name in allowed - known):
+    if unknown := sorted(allowed - known):
+        names = listing([repr(name) for name in unknown], ", ")
+        question = did_you_mean(unknown, known)
         raise ConfigError(
-            f"resume(allow=...): {listing(unknown, ', ')}: no such item; there are {listing(sorted(known), ', ', 20)}"
+            f"resume(allow=...): {names}: no such item; there are "
+            f"{listing(sorted(known), ', ', 20)}{'; ' if question else ''}{question}"
         )
 
 

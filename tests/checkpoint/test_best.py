@@ -210,7 +210,7 @@ def test_a_metric_that_never_comes_deletes_nothing_and_is_told_of_at_the_first_s
         told = [str(each.message) for each in recwarn if "ranked" in str(each.message)]
         assert len(told) == 1
     saver.close()
-    assert "'eval_los' (did you mean 'eval_loss'? metrics: eval_loss, loss)" in told[0]
+    assert "'eval_los' (did you mean eval_loss? metrics: eval_loss, loss)" in told[0]
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in range(1, 6)}
 
 

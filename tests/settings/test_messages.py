@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ft_ckpt.errors import CorruptError, NoSpaceError, UnreadableError, damaged_input
-from ft_ckpt.messages import LOG, printable, short, warn, without_secrets
+from ft_ckpt.messages import LOG, did_you_mean, expected_one_of, printable, short, warn, without_secrets
 
 HOSTILE = "a\x1b]0;title\x07\r\nb\x9b31m\u202e\u2028\x7f\udcff"
 SAFE = r"a\x1b]0;title\x07\r\nb\x9b31m\u202e\u2028\x7f\udcff"
@@ -112,3 +112,23 @@ def test_warnings_and_records_are_printable(caplog):
     with caplog.at_level(logging.DEBUG, "ft_ckpt"):
         LOG.debug("%s of %d: s3://K:SECRET@b 100%%", HOSTILE, 2)
     assert caplog.messages == [f"{SAFE} of 2: s3://***@b 100%"]
+
+
+@pytest.mark.parametrize(
+    ("words", "question"),
+    [
+        (["eval_los"], "did you mean eval_loss?"),
+        (["eval_los", "acuracy", "eval_losss"], "did you mean eval_loss, accuracy?"),
+        (["grad_norm"], ""),
+        ([], ""),
+    ],
+)
+def test_the_nearest_names_are_suggested_once_each(words, question):
+    assert did_you_mean(words, ["accuracy", "eval_loss", "loss"]) == question
+
+
+def test_what_was_expected_comes_before_the_nearest_name():
+    assert expected_one_of("safetensor", ["safetensors", "h5"]) == (
+        "expected one of safetensors, h5; did you mean safetensors?"
+    )
+    assert expected_one_of("tiny", ["safetensors", "h5"]) == "expected one of safetensors, h5"

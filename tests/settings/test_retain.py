@@ -90,7 +90,7 @@ def test_metrics_that_no_checkpoint_has_are_named():
     run = [held(step, run_id="a", metrics={"eval_loss": 1.0, "accuracy": 0.5}) for step in (1, 2)]
     check_metrics(run, Keep(best=("eval_loss", "min")))
     check_metrics([], Keep(best=("eval_los", "min")))
-    expected = r"no checkpoint has 'eval_los' \(did you mean 'eval_loss'\? metrics: accuracy, eval_loss\)"
+    expected = r"no checkpoint has 'eval_los' \(did you mean eval_loss\? metrics: accuracy, eval_loss\)"
     for keep in (Keep(best=("eval_los", "min")), Keep(last=1, state=Keep(best=("eval_los", "min")))):
         with pytest.raises(ConfigError, match=expected):
             check_metrics(run, keep)
