@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ft_ckpt.checkpoint.checks import checkpoint_problems, look_again, may_pass, stored_bytes, with_current_cards
+from ft_ckpt.checkpoint.contents import visible_folders, why_no_checkpoint
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, check_paths, manifest_from_json
 from ft_ckpt.checkpoint.metrics import read_metrics
 from ft_ckpt.checkpoint.signature import SignedBy, signature_problems
@@ -29,7 +30,7 @@ from ft_ckpt.storage.digests import PassingProblem
 from ft_ckpt.storage.frozen_view import hold_listed
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.store import Folder, FolderListing, Store, read_range, read_text
+from ft_ckpt.storage.store import Store, read_range, read_text
 
 _ASKED_AT_ONCE = 16  # manifests of a run in a bucket
 
@@ -119,18 +120,6 @@ def parse_manifest(text: str, where: str) -> Manifest:
     manifest = manifest_from_json(text, where)
     check_paths(manifest, where)
     return manifest
-
-
-def why_no_checkpoint(store: Store) -> str:
-    """Why a folder is not a checkpoint, and what to do: it is missing, contains checkpoints, or is incomplete."""
-    path = store.url
-    found = store.list_folder()
-    if not found.exists:
-        return f"{path}: no such folder; `ft-ckpt ls` lists the checkpoints of a run"
-    names = [each.name for each in visible_folders(found) if store.within(each.name).stat(MANIFEST_NAME)]
-    if names:
-        return f"{path}: the folder of a run, which holds {listing(names, ', ')}; name one of them"
-    return f"{path}: no {MANIFEST_NAME} in it, so no save was completed there; use another folder or save again"
 
 
 @dataclass(frozen=True)
@@ -273,7 +262,7 @@ def verify(
         try:
             manifest = load_manifest(seen)
         except NotACheckpointError:
-            raise NotACheckpointError(why_no_checkpoint(store)) from None
+            raise NotACheckpointError(why_no_checkpoint(Place(store))) from None
         with damaged_input(found_at):
             current, notes = with_current_cards(seen, manifest)
             problems = tuple(dict.fromkeys(checkpoint_problems(seen, current, deep=deep)))
@@ -384,11 +373,6 @@ def _wanted_ranking(infos: Sequence[CheckpointInfo], metric: str | tuple[str, st
         f"metric={metric!r}: expected (name, 'min' or 'max'); the run's Keep and Every rank by "
         f"{listing(sorted(rankings), ', ') or 'none'}, its checkpoints have {listing(known, ', ') or 'no metrics'}"
     )
-
-
-def visible_folders(found: FolderListing) -> list[Folder]:
-    """The folders that may be checkpoints: hidden ones are unfinished saves, or internal."""
-    return [folder for folder in found.folders if not folder.name.startswith(".")]
 
 
 def _manifest_version(store: Store) -> str | None:

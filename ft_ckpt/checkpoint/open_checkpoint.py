@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from ft_ckpt.checkpoint.catalog import load_manifest, manifest_text, parse_manifest, why_no_checkpoint
+from ft_ckpt.checkpoint.catalog import load_manifest, manifest_text, parse_manifest
 from ft_ckpt.checkpoint.checks import checkpoint_problems, misleading_files, replaced_problems, with_current_cards
+from ft_ckpt.checkpoint.contents import why_no_checkpoint
 from ft_ckpt.checkpoint.guards import hold_lease, is_mark, settled_list
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.errors import (
@@ -191,7 +192,7 @@ def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
     """Open all files; None when the checkpoint was replaced meanwhile."""
     marker = _open_or_none(path / MANIFEST_NAME, stack)
     if marker is None:
-        raise NotACheckpointError(why_no_checkpoint(LocalStore(path)))
+        raise NotACheckpointError(why_no_checkpoint(Place(LocalStore(path))))
     store = LocalStore(path)
     text = manifest_text(store)
     manifest = parse_manifest(text, store.where(MANIFEST_NAME))

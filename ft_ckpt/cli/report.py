@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ft_ckpt.checkpoint import catalog, guards
 from ft_ckpt.checkpoint.catalog import CheckpointInfo
 from ft_ckpt.checkpoint.checks import file_key
+from ft_ckpt.checkpoint.contents import why_no_checkpoint
 from ft_ckpt.checkpoint.delete import STATE
 from ft_ckpt.checkpoint.open_checkpoint import hold_open
 from ft_ckpt.checkpoint.prune import survey_run
@@ -75,7 +76,7 @@ def _report(options: Namespace) -> None:
 
     infos = run_checkpoints_in(run)
     if not infos:
-        raise NotACheckpointError(catalog.why_no_checkpoint(run.folder))
+        raise NotACheckpointError(why_no_checkpoint(run))
     facts = gather_facts(run, views.ranked_metrics(infos), comparisons=options.drift)
     if options.as_json:
         views.print_json({**vars(facts), "disk_bytes": facts.disk_bytes})

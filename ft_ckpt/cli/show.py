@@ -4,6 +4,7 @@ from argparse import ArgumentParser, Namespace
 
 from ft_ckpt.checkpoint import catalog, verify
 from ft_ckpt.checkpoint.catalog import CheckpointInfo
+from ft_ckpt.checkpoint.contents import why_no_checkpoint
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.signature import SignedBy
 from ft_ckpt.checkpoint.verify import verify_listed
@@ -98,7 +99,7 @@ def _show(options: Namespace) -> None:
     store = place.folder
     committed = store.stat(MANIFEST_NAME) is not None
     if not place.exists or (not committed and catalog.discover(place)):
-        raise NotACheckpointError(catalog.why_no_checkpoint(store))
+        raise NotACheckpointError(why_no_checkpoint(place))
     if not committed:
         from ft_ckpt.cli.files import show_file
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ft_ckpt.checkpoint.catalog import why_no_checkpoint
+from ft_ckpt.checkpoint.contents import why_no_checkpoint
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, open_checkpoint
 from ft_ckpt.checkpoint.signature import SignedBy, signature_problems
@@ -143,8 +143,8 @@ def load_model(
 def _find_checkpoint(place: Place, part: str | None) -> tuple[Store, str | None]:
     """The root of the checkpoint at or around `place`, and the part to load; None for all parts."""
     found = checkpoint_around(place)
-    if found is None:
-        raise NotACheckpointError(why_no_checkpoint(place.folder))
+    if found is None or place.is_object:
+        raise NotACheckpointError(why_no_checkpoint(place))
     root, inside = found
     return root, (inside or None) if part is None else part
 

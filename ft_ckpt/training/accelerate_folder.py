@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ft_ckpt.checkpoint.contents import ACCELERATE_MARKER
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.distributed.source import Source
@@ -37,7 +38,6 @@ from ft_ckpt.training.restore import LiveRun, Restored
 from ft_ckpt.training.state import DOCUMENT_VERSION, FOLDER, Document, ResumePoint, StoredTensors, flatten_tree
 
 ACCELERATE = "accelerate"
-MARKER = "random_states_0.pkl"  # in every such folder, and in no other
 _NUMBER = r"(?:_(\d+))?"
 _NAMES = {  # kinds of files, with the number in the name
     "model": rf"(?:model|pytorch_model){_NUMBER}\.(?:safetensors|bin)(?:\.index\.json)?",
@@ -62,13 +62,13 @@ def find_accelerate_folder(path: Path) -> Path | None:
     store = LocalStore(path)
     if store.stat(MANIFEST_NAME) is not None:
         return None
-    if store.stat(MARKER) is not None:
+    if store.stat(ACCELERATE_MARKER) is not None:
         return path
     for place in (store, store.within("checkpoints")):
         by_number: dict[int, str] = {}
         for folder in place.list_folder().folders:
             match = re.fullmatch(r"checkpoint_(\d+)", folder.name)
-            if match and place.within(folder.name).stat(MARKER) is not None:
+            if match and place.within(folder.name).stat(ACCELERATE_MARKER) is not None:
                 by_number[int(match[1])] = folder.name
         if by_number:
             return place.folder / by_number[max(by_number)]
@@ -258,13 +258,18 @@ def _why_unreadable(store: LocalStore) -> str:
             "Load it with accelerator.load_state on as many ranks as saved it, then call saver.save_state(); weights "
             "alone are read by `ft-ckpt convert`"
         )
-    return f"no model.safetensors, pytorch_model.bin or {MARKER} in it; the folder is incomplete, use another one"
+    return (
+        f"no model.safetensors, pytorch_model.bin or {ACCELERATE_MARKER} in it; the folder is incomplete, use "
+        "another one"
+    )
 
 
 def _make_point(store: LocalStore, document: Document, joined: TensorFile, names: list[str]) -> ResumePoint:
     stats = [stat for name in names if (stat := store.stat(name)) is not None]
     files = tuple(FileRecord(item.name, item.size_bytes, "") for item in stats)
-    tensors = tuple(TensorRecord(name, item.shape, item.dtype, MARKER, 0, 0) for name, item in joined.specs.items())
+    tensors = tuple(
+        TensorRecord(name, item.shape, item.dtype, ACCELERATE_MARKER, 0, 0) for name, item in joined.specs.items()
+    )
     part = PartRecord(FOLDER, FOLDER, "state", "torch", "", tensors)
     text = repr([(item.name, item.size_bytes, item.version) for item in stats])
     identity = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

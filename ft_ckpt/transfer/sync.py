@@ -18,8 +18,8 @@ from ft_ckpt.checkpoint.catalog import (
     list_checkpoints,
     load_manifest,
     verify,
-    why_no_checkpoint,
 )
+from ft_ckpt.checkpoint.contents import why_no_checkpoint
 from ft_ckpt.checkpoint.delete import set_aside, without_state
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
@@ -133,7 +133,7 @@ def _refuse_no_run(start: Place, here: Listing) -> None:
     if any(info.store.identity == start.folder.identity for info in here.found):
         raise ConfigError(f"{start}: a checkpoint, expected the folder of a run; `ft-ckpt cp` copies one")
     if not (here.found or here.damaged or here.unreadable):
-        raise NotACheckpointError(why_no_checkpoint(start.folder))
+        raise NotACheckpointError(why_no_checkpoint(start))
 
 
 def _plan_sync(here: Listing, there: Listing, goal: Place, *, delete: bool) -> _SyncPlan:

@@ -446,7 +446,7 @@ def test_what_is_no_checkpoint_is_told_apart(tmp_path):
     answers = {
         "absent": "no such folder",
         "run": "which holds checkpoint-1; name one",
-        "foreign": "no save was completed",
+        "foreign": "a Hugging Face model .* without a manifest of ft_ckpt",
     }
     for name, words in answers.items():
         with pytest.raises(NotACheckpointError, match=rf"{name}: .*{words}"):

@@ -1,0 +1,248 @@
+"""Describes what a place contains, for a user who gave another one than expected. Read-only; imports no torch.
+
+Places are recognised by the names of files and folders; of small documents a class, a step or a base is read.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE, MANIFEST_NAME
+from ft_ckpt.errors import CheckpointError, listing
+from ft_ckpt.formats.registry import tensor_formats
+from ft_ckpt.messages import did_you_mean, short
+from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.store import Folder, FolderListing, Store, read_text
+
+ACCELERATE_MARKER = "random_states_0.pkl"  # in every folder of Accelerate's `save_state`, and in no other
+CHECKPOINT, RUN, RUNS = "checkpoint", "run", "folder of runs"  # of ft_ckpt
+_LOADABLE = (
+    "Accelerate",
+    "Trainer output",
+    "model",
+    "adapter",
+    "sentence-transformers",
+    "diffusers model",
+    "diffusers pipeline",
+    "diffusers LoRA",
+)  # contents of folders that a user may have meant
+_WITHOUT = f"without a manifest of ft_ckpt ({MANIFEST_NAME})"
+_MAX_FOLDERS = (32, 4)  # that are looked into: directly below the place, and below each of these
+_MAX_DOCUMENT_BYTES = 1 << 20
+_STEP_FOLDER = re.compile(r"(?:checkpoint|step|epoch)[-_]?(\d+)")
+_ACCELERATE_FOLDER = re.compile(r"checkpoints|checkpoint_\d+")
+_DCP_METADATA = ".metadata"
+_DEEPSPEED_FILES = re.compile(r"zero_to_fp32\.py|mp_rank_\d+.*_states\.pt|.*zero_pp_rank_\d+.*_states\.pt")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is at a place."""
+
+    kind: str
+    """"absent", "file", "empty", CHECKPOINT, RUN or RUNS for those of ft_ckpt; of other programs "Trainer checkpoint",
+    "Trainer output", "model", "adapter", "sentence-transformers", "diffusers model", "diffusers pipeline",
+    "diffusers LoRA", "Accelerate", "DeepSpeed", "torch.distributed.checkpoint", "weights", "folder of models"; "other"
+    for everything else."""
+    text: str
+    """In words, as in "a Hugging Face model (LlamaForCausalLM) without a manifest of ft_ckpt"."""
+    advice: str
+    """What to do with it, or instead."""
+    names: tuple[str, ...] = ()
+    """The checkpoints, runs, models or weight files in it."""
+
+    def sentence(self, place: object) -> str:
+        """The text of an error or answer about `place`: the place, what is there, what to do."""
+        return f"{place}: {self.text}; {self.advice}"
+
+
+def describe_contents(place: Place) -> Contents:
+    """What `place` contains. Raises UnreadableError if it cannot be listed."""
+    folder = place.folder
+    parent, name = folder.parent, place.basename
+    if parent is not None and parent.stat(name) is not None:
+        return _describe_file(place)
+    listed = folder.list_folder()
+    if not listed.exists:
+        siblings = [] if parent is None else [entry.name for entry in visible_folders(parent.list_folder())]
+        advice = did_you_mean([name], siblings) or "`ft-ckpt ls` lists the checkpoints of a run"
+        return Contents("absent", "no such folder", advice)
+    return _describe_folder(folder, listed, _MAX_FOLDERS)
+
+
+def why_no_checkpoint(place: Place) -> str:
+    """Why there is no checkpoint of ft_ckpt at `place`, what is there instead, and what to do."""
+    return describe_contents(place).sentence(place)
+
+
+def visible_folders(listed: FolderListing) -> list[Folder]:
+    """The folders that may be checkpoints: hidden ones are unfinished saves, or internal."""
+    return [folder for folder in listed.folders if not folder.name.startswith(".")]
+
+
+def _describe_file(place: Place) -> Contents:
+    suffix = "." + place.basename.rpartition(".")[2]
+    formats = [entry.name for entry in tensor_formats() if suffix in entry.suffixes]
+    is_weights = bool(formats)
+    text = f"a {formats[0]} file" if is_weights else "a file"
+    for store, _ in place.folders_around(levels=2):
+        if store.url != place.folder.url and store.stat(MANIFEST_NAME) is not None:
+            return Contents("file", f"{text} of the checkpoint {store.url}", "give that folder")
+    advice = "`ft-ckpt show` and `ft-ckpt convert` read single files" if is_weights else "give the folder that it is in"
+    return Contents("file", f"{text}, expected a folder", advice)
+
+
+def _describe_folder(store: Store, listed: FolderListing, max_folders: tuple[int, ...]) -> Contents:
+    """The contents of a folder; without `max_folders`, folders in it are not looked into."""
+    files = {entry.name for entry in listed.objects}
+    if MANIFEST_NAME in files:
+        return Contents(CHECKPOINT, "a checkpoint of ft_ckpt", "`ft-ckpt show` describes it")
+    below: dict[str, Contents] = {}
+    if max_folders:
+        newest_first = sorted(visible_folders(listed), key=_folder_order, reverse=True)
+        for folder in reversed(newest_first[: max_folders[0]]):
+            inner = store.within(folder.name)
+            below[folder.name] = _describe_folder(inner, inner.list_folder(), max_folders[1:])
+    return (
+        _describe_run(below)
+        or _describe_foreign(store, files)
+        or _describe_parent(below)
+        or _describe_rest(files, listed)
+    )
+
+
+def _folder_order(folder: Folder) -> tuple[bool, int, str]:
+    """Checkpoints by their number after all others, so that the newest ones come last."""
+    match = _STEP_FOLDER.fullmatch(folder.name)
+    return match is not None, int(match[1]) if match else 0, folder.name
+
+
+def _of_kind(below: Mapping[str, Contents], *kinds: str) -> tuple[str, ...]:
+    return tuple(name for name, contents in below.items() if contents.kind in kinds)
+
+
+def _describe_run(below: Mapping[str, Contents]) -> Contents | None:
+    """A folder with checkpoints directly below it, of ft_ckpt or of transformers."""
+    checkpoints = _of_kind(below, CHECKPOINT)
+    foreign = _of_kind(below, "Trainer checkpoint")
+    if checkpoints:
+        beside = f", and {listing([*foreign], ', ')} {_WITHOUT}" if foreign else ""
+        text = f"the folder of a run, which holds {listing([*checkpoints], ', ')}{beside}"
+        return Contents(RUN, text, "name one of them", checkpoints)
+    if foreign:
+        text = f"a Trainer's output_dir with {listing([*foreign], ', ')} {_WITHOUT}"
+        return Contents("Trainer output", text, "`trainer.train(resume_from_checkpoint=True)` resumes them", foreign)
+    return None
+
+
+def _describe_foreign(store: Store, files: set[str]) -> Contents | None:
+    """A folder that another program has written."""
+    weights = _weight_names(files)
+    if "trainer_state.json" in files:
+        return _describe_trainer_checkpoint(store)
+    if ACCELERATE_MARKER in files:
+        advice = "`saver.resume(path)` and `accelerator.load_state(path)` read it"
+        return Contents("Accelerate", "a folder of Accelerate's save_state", advice)
+    if "model_index.json" in files:
+        cls = _class_in(_document(store, "model_index.json"), "a pipeline")
+        advice = "`DiffusionPipeline.from_pretrained(path)` loads it"
+        return Contents("diffusers pipeline", f"a pipeline of diffusers ({cls}) {_WITHOUT}", advice)
+    if {"modules.json", "config_sentence_transformers.json"} <= files:
+        text = f"a model of sentence-transformers {_WITHOUT}"
+        return Contents("sentence-transformers", text, "`SentenceTransformer(path)` loads it")
+    if "adapter_config.json" in files:
+        return _describe_adapter(_document(store, "adapter_config.json"))
+    if "config.json" in files and weights:
+        return _describe_model(_document(store, "config.json"))
+    if any(name.startswith(DIFFUSERS_LORA_FILE) for name in weights):
+        advice = "`pipeline.load_lora_weights(path)` loads them"
+        return Contents("diffusers LoRA", f"LoRA weights of diffusers {_WITHOUT}", advice, weights)
+    if _DCP_METADATA in files:
+        kind = "torch.distributed.checkpoint"
+        return Contents(kind, f"a folder of {kind}", "`ft-ckpt show` and `ft-ckpt convert` read its weights")
+    if any(_DEEPSPEED_FILES.fullmatch(name) for name in files):
+        return Contents("DeepSpeed", "a checkpoint of DeepSpeed", "`ft-ckpt convert` reads its weights")
+    if weights:
+        text = f"weights ({listing([*weights], ', ')}), no config, and no manifest of ft_ckpt ({MANIFEST_NAME})"
+        advice = "no save was completed there, or another program wrote it; `ft-ckpt show` lists their tensors"
+        return Contents("weights", text, advice, weights)
+    return None
+
+
+def _describe_trainer_checkpoint(store: Store) -> Contents:
+    step = _document(store, "trainer_state.json").get("global_step")
+    at_step = f" of step {step}" if type(step) is int else ""
+    text = f"a checkpoint{at_step} of transformers' Trainer {_WITHOUT}"
+    advice = "`trainer.train(resume_from_checkpoint=path)` resumes it, `from_pretrained(path)` loads its model"
+    return Contents("Trainer checkpoint", text, advice)
+
+
+def _describe_adapter(config: Mapping[str, Any]) -> Contents:
+    base = config.get("base_model_name_or_path")
+    on_base = f" on {short(base, 80)[1:-1]}" if isinstance(base, str) and base else ""
+    advice = "`PeftModel.from_pretrained(base, path)` loads it, `ft-ckpt merge` merges it into its base"
+    return Contents("adapter", f"a PEFT adapter{on_base} {_WITHOUT}", advice)
+
+
+def _describe_model(config: Mapping[str, Any]) -> Contents:
+    cls = _class_in(config, "AutoModel")
+    advice = f"`{cls}.from_pretrained(path)` loads it"
+    if "_diffusers_version" in config:
+        return Contents("diffusers model", f"a model of diffusers ({cls}) {_WITHOUT}", advice)
+    return Contents("model", f"a Hugging Face model ({cls}) {_WITHOUT}", advice)
+
+
+def _describe_parent(below: Mapping[str, Contents]) -> Contents | None:
+    """A folder whose folders have contents that a user may have meant."""
+    runs = _of_kind(below, RUN)
+    if runs:
+        return Contents(RUNS, f"a folder of runs: {listing([*runs], ', ')}", "name one of them", runs)
+    states = tuple(name for name in _of_kind(below, "Accelerate") if _ACCELERATE_FOLDER.fullmatch(name))
+    if states:
+        text = f"a project folder of Accelerate with {listing([*states], ', ')}"
+        return Contents("Accelerate", text, "`saver.resume(path)` reads the newest", states)
+    if _of_kind(below, "DeepSpeed"):
+        return Contents("DeepSpeed", "a checkpoint of DeepSpeed", "`ft-ckpt convert` reads its weights")
+    loadable = _of_kind(below, *_LOADABLE)
+    if loadable:
+        kinds = [f"{name} ({below[name].kind})" for name in loadable]
+        text = f"no checkpoints of ft_ckpt in it, but {listing(kinds, ', ')}"
+        return Contents("folder of models", text, "name one of them", loadable)
+    return None
+
+
+def _describe_rest(files: set[str], listed: FolderListing) -> Contents:
+    if any(".ft_ckpt-stage-" in folder.name for folder in listed.folders):
+        advice = f"no save was completed there: a checkpoint has a {MANIFEST_NAME}"
+        return Contents("empty", "only unfinished saves", advice)
+    visible = sorted(name for name in files if not name.startswith("."))
+    names = [*visible, *(f"{folder.name}/" for folder in visible_folders(listed))]
+    if not names:
+        return Contents("empty", "an empty folder", "no save was completed there")
+    text = f"neither checkpoints nor weights in it, but {listing(names, ', ', 4)}"
+    return Contents("other", text, f"a checkpoint of ft_ckpt has a {MANIFEST_NAME}")
+
+
+def _weight_names(files: Iterable[str]) -> tuple[str, ...]:
+    """The files with the name of weights in some format, and indexes of shards."""
+    suffixes = tuple(suffix for entry in tensor_formats() for suffix in entry.suffixes)
+    endings = (*suffixes, ".safetensors.index.json", ".bin.index.json")
+    return tuple(sorted(name for name in files if name.endswith(endings)))
+
+
+def _class_in(config: Mapping[str, Any], otherwise: str) -> str:
+    """The class in a config of transformers or diffusers, if it is the name of one."""
+    classes = config.get("architectures")
+    cls = classes[0] if isinstance(classes, list) and classes else config.get("_class_name")
+    return cls if isinstance(cls, str) and cls.isidentifier() else otherwise
+
+
+def _document(store: Store, name: str) -> Mapping[str, Any]:
+    """The JSON object `name`; empty if it is damaged or too large: the description goes without it."""
+    try:
+        document = json.loads(read_text(store, name, _MAX_DOCUMENT_BYTES))
+    except (CheckpointError, ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}
