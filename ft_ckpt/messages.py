@@ -83,12 +83,18 @@ def clean_causes(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def did_you_mean(words: Iterable[str], choices: Iterable[str]) -> str:
-    """The question "did you mean ...?" with the choice nearest to each of `words`; "" if none is near."""
+def nearest_names(words: Iterable[str], choices: Iterable[str]) -> list[str]:
+    """The choice nearest to each of `words`, if one is near; each once."""
     names = list(choices)
     nearest: dict[str, None] = {}
     for word in words:
         nearest.update(dict.fromkeys(get_close_matches(word, names, n=1)))
+    return list(nearest)
+
+
+def did_you_mean(words: Iterable[str], choices: Iterable[str]) -> str:
+    """The question "did you mean ...?" with the choice nearest to each of `words`; "" if none is near."""
+    nearest = nearest_names(words, choices)
     return f"did you mean {', '.join(nearest)}?" if nearest else ""
 
 
@@ -99,8 +105,12 @@ def expected_one_of(word: str, choices: Iterable[str]) -> str:
     return f"expected one of {', '.join(names)}{'; ' if question else ''}{question}"
 
 
+class CheckpointWarning(UserWarning):
+    """A warning of this project."""
+
+
 def warn(text: str, stacklevel: int = 1) -> None:
-    warnings.warn(printable(text), stacklevel=stacklevel + 1)
+    warnings.warn(printable(text), CheckpointWarning, stacklevel=stacklevel + 1)
 
 
 def _hide_user_info(found: re.Match[str]) -> str:

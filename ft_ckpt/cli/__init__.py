@@ -8,8 +8,9 @@ import os
 import sys
 import traceback
 import warnings
-from argparse import ArgumentParser
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -17,34 +18,74 @@ from typing import NoReturn
 from ft_ckpt._version import __version__
 from ft_ckpt.cli.options import accept_any_text, checked_output, print_lines
 from ft_ckpt.errors import CheckpointError, ConfigError
+from ft_ckpt.messages import CheckpointWarning, did_you_mean, nearest_names
 
 _NAME = "ft-ckpt"
-COMMANDS = {  # name: module that declares it in `add_<name>`, usage, summary
-    "ls": ("show", "RUN [OPTIONS]", "List the checkpoints of a run."),
-    "latest": ("show", "RUN [OPTIONS]", "Print the path of the newest valid checkpoint."),
-    "best": ("show", "RUN [OPTIONS]", "Print the path of the checkpoint with the best metric."),
-    "show": ("show", "PATH [OPTIONS]", "List the parts and tensors of a checkpoint or weight file."),
-    "verify": ("show", "PATH [OPTIONS]", "Compare a checkpoint, or all of a run, with its manifest."),
-    "sign": ("sign", "CHECKPOINT --key PRIVATE [OPTIONS]", "Sign a checkpoint, in OpenSSF's model-signing format."),
-    "diff": ("files", "A B [OPTIONS]", "Compare the tensors of two checkpoints or files."),
-    "average": ("files", "A B ... OUT [OPTIONS]", "Write the average of checkpoints."),
-    "merge": ("files", "ADAPTER OUT [OPTIONS]", "Merge an adapter into its base."),
-    "convert": ("files", "SRC DST [OPTIONS]", "Write weights in another format."),
-    "cp": ("transfer", "SOURCE DESTINATION [OPTIONS]", "Copy a checkpoint to another place."),
-    "sync": ("transfer", "SOURCE DESTINATION [OPTIONS]", "Copy the checkpoints of a run to another place."),
-    "push": ("transfer", "CHECKPOINT URL [OPTIONS]", "Push a checkpoint to the Hub, or to a bucket."),
-    "pull": ("transfer", "URL [FOLDER] [OPTIONS]", "Fetch a checkpoint from the Hub, or from a bucket."),
-    "publish": ("engines", "CHECKPOINT URL ... [OPTIONS]", "Load a checkpoint into running servers, and check them."),
-    "export": ("engines", "ADAPTER OUT --for ENGINE [OPTIONS]", "Write an adapter as an engine reads it."),
-    "check-for": ("engines", "ENGINE FOLDER [OPTIONS]", "List what an engine would misread."),
-    "watch": ("watch", "RUN [OPTIONS] -- COMMAND", "Measure each new checkpoint of a run by a command."),
-    "doctor": ("doctor", "PLACE [OPTIONS]", "Test a folder or bucket for everything that saves rely on."),
-    "prune": ("prune", "RUN [OPTIONS]", "Delete the checkpoints that no rule keeps."),
-    "pin": ("prune", "PATH [OPTIONS]", "Protect a checkpoint from every rule."),
-    "unpin": ("prune", "PATH", "Let the rules decide about a checkpoint again."),
-    "plan": ("plan", "[FOLDER] [OPTIONS]", "Compare the cost of save intervals."),
-    "report": ("report", "RUN [OPTIONS]", "Draw a run on one page: metrics, saves, sizes, drift."),
-    "check-resume": ("check", "[OPTIONS] SCRIPT [ARGS]", "Prove that a script resumes exactly."),
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: the module of `ft_ckpt.cli` that declares it in `add_<name>`, its usage, and a line for the help."""
+
+    module: str
+    usage: str
+    summary: str
+
+
+GROUPS = {
+    "see": {
+        "ls": Command("show", "RUN [OPTIONS]", "List the checkpoints of a run."),
+        "show": Command("show", "PATH [OPTIONS]", "Describe a checkpoint or model: class, size, tensors."),
+        "latest": Command("show", "RUN [OPTIONS]", "Print the path of the newest valid checkpoint."),
+        "best": Command("show", "RUN [OPTIONS]", "Print the path of the checkpoint with the best metric."),
+        "diff": Command("files", "A B [OPTIONS]", "Compare the tensors of two checkpoints or models."),
+        "report": Command("report", "RUN [OPTIONS]", "Write a page about a run: metrics, times, sizes."),
+    },
+    "check": {
+        "verify": Command("show", "PATH [OPTIONS]", "Check that files are as they were saved."),
+        "sign": Command("sign", "CHECKPOINT --key PRIVATE [OPTIONS]", "Sign a checkpoint."),
+        "check-resume": Command("check", "[OPTIONS] SCRIPT [ARGS]", "Prove that a training script resumes exactly."),
+        "doctor": Command("doctor", "PLACE [OPTIONS]", "Test whether a folder or bucket is safe for saves."),
+        "plan": Command("plan", "[FOLDER] [OPTIONS]", "Find out how often to save."),
+    },
+    "keep": {
+        "prune": Command("prune", "RUN [OPTIONS]", "Delete all checkpoints of a run that no rule keeps."),
+        "pin": Command("prune", "PATH [OPTIONS]", "Protect a checkpoint from deletion."),
+        "unpin": Command("prune", "PATH", "End the protection."),
+    },
+    "move": {
+        "cp": Command("transfer", "SOURCE DESTINATION [OPTIONS]", "Copy a checkpoint to another folder or bucket."),
+        "sync": Command("transfer", "SOURCE DESTINATION [OPTIONS]", "Copy the checkpoints that another place lacks."),
+        "push": Command("transfer", "CHECKPOINT URL [OPTIONS]", "Upload a checkpoint to the Hub or a bucket."),
+        "pull": Command("transfer", "URL [FOLDER] [OPTIONS]", "Download a checkpoint from the Hub or a bucket."),
+    },
+    "convert": {
+        "convert": Command("files", "SRC DST [OPTIONS]", "Write weights in another format or dtype."),
+        "merge": Command("files", "ADAPTER OUT [OPTIONS]", "Merge an adapter into its base model."),
+        "average": Command("files", "A B ... OUT [OPTIONS]", "Average the weights of several checkpoints."),
+        "export": Command("engines", "ADAPTER OUT --for ENGINE [OPTIONS]", "Write an adapter for vLLM or SGLang."),
+    },
+    "serve": {
+        "publish": Command("engines", "CHECKPOINT URL ... [OPTIONS]", "Load a checkpoint into running servers."),
+        "check-for": Command("engines", "ENGINE FOLDER [OPTIONS]", "List what vLLM or SGLang would misread."),
+        "watch": Command("watch", "RUN [OPTIONS] -- COMMAND", "Evaluate each new checkpoint of a run."),
+    },
+}
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+_FAMILIAR_NAMES = {  # what other programs call it
+    "check": "verify",
+    "clean": "prune",
+    "copy": "cp",
+    "delete": "prune",
+    "download": "pull",
+    "evaluate": "watch",
+    "gc": "prune",
+    "info": "show",
+    "inspect": "show",
+    "list": "ls",
+    "rm": "prune",
+    "serve": "publish",
+    "upload": "push",
 }
 _COMPLETE = "_FT_CKPT_COMPLETE"  # set by the shell functions below: print completions instead of running the command
 _COMPLETIONS = {
@@ -64,10 +105,48 @@ compdef _ft_ckpt_completion ft-ckpt""",
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         command = self.prog.removeprefix(_NAME).strip()
-        raise ConfigError(f"{command + ': ' if command else ''}{message}; see `{self.prog} --help`")
+        message = message.removeprefix("argument ").replace("the following arguments are required:", "expected")
+        end = " See" if message.endswith("?") else "; see"
+        raise ConfigError(f"{command + ': ' if command else ''}{message}{end} `{self.prog} --help`")
+
+    def read(self, words: Sequence[str], *, mixed: bool) -> Namespace:
+        """The arguments and options in `words`; `mixed`: options may follow a variable number of arguments."""
+        parse = self.parse_known_intermixed_args if mixed else self.parse_known_args
+        options, left = parse(words)
+        if left:
+            self.error(self._surplus_text(left))
+        return options
+
+    def _surplus_text(self, words: Sequence[str]) -> str:
+        unknown = [word.partition("=")[0] for word in words if word.startswith("-")]
+        if not unknown:
+            return f"{words[0]}: one argument too many"
+        # Without the dashes, which would count as likeness.
+        nearest = nearest_names([unknown[0].lstrip("-")], [name.lstrip("-") for name in self._option_string_actions])
+        question = f"; did you mean --{nearest[0]}?" if nearest else ""
+        return f"{unknown[0]}: no such option{question}"
 
     def completions(self, word: str) -> list[str]:
         return [name for name in self._option_string_actions if word.startswith("-") and name.startswith(word)]
+
+
+class _GlobalParser(_Parser):
+    def format_help(self) -> str:
+        """All commands by group, one a line, as narrow as a small terminal."""
+        width = max(map(len, COMMANDS))
+        indent = max(map(len, GROUPS))
+        lines = [f"usage: {_NAME} COMMAND [ARGUMENTS] [OPTIONS]", ""]
+        for group, commands in GROUPS.items():
+            label = group
+            for name, command in commands.items():
+                lines.append(f"{label:{indent}}  {name:{width}}  {command.summary}")
+                label = ""
+        lines += [
+            "",
+            f"`{_NAME} COMMAND --help` describes a command; --version prints the version, and",
+            f'`eval "$({_NAME} --show-completion)"` lets the shell complete words.',
+        ]
+        return "\n".join(lines) + "\n"
 
 
 def main() -> NoReturn:
@@ -80,12 +159,43 @@ def main() -> NoReturn:
     sys.excepthook = lambda *crash: print_lines(
         *"".join(traceback.format_exception(*crash)).split("\n"), file=sys.stderr
     )
-    warnings.showwarning = lambda message, *_rest, **_more: print_lines(f"{_NAME}: {message}", file=sys.stderr)
+    warnings.showwarning = _warning_printer()
     try:
         sys.exit(run_command(sys.argv[1:]))
     except (CheckpointError, OSError) as error:
         print_lines(f"{_NAME}: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _warning_printer() -> Callable[..., None]:
+    """Prints warnings in one line each: those of this project, and those of libraries once, under the library's name.
+
+    Python's own hook, `warnings.showwarning`. Deprecations in libraries say nothing to who runs a command: they are
+    shown if PYTHONWARNINGS or -W asks for warnings.
+    """
+    shown = set[str]()
+
+    def print_warning(message: Warning | str, category: type[Warning], filename: str, *_rest: object) -> None:
+        if issubclass(category, CheckpointWarning):
+            print_lines(f"{_NAME}: {message}", file=sys.stderr)
+            return
+        line = f"{_library_of(filename)}: {message}"
+        is_for_developers = issubclass(category, (DeprecationWarning, FutureWarning, PendingDeprecationWarning))
+        if line in shown or (is_for_developers and not sys.warnoptions):
+            return
+        shown.add(line)
+        print_lines(line, file=sys.stderr)
+
+    return print_warning
+
+
+def _library_of(filename: str) -> str:
+    """The name of the installed library that a source file belongs to; "Python" for other files."""
+    folders = Path(filename).parts
+    for number, folder in enumerate(folders[:-1]):
+        if folder in ("site-packages", "dist-packages"):
+            return Path(folders[number + 1]).stem
+    return "Python"
 
 
 def run_command(words: Sequence[str]) -> int:
@@ -97,27 +207,36 @@ def run_command(words: Sequence[str]) -> int:
         if _COMPLETE in os.environ:
             print_lines(*_completions(words))
             return 0
-        if not words or words[0] not in COMMANDS:
+        if not words or words[0].startswith("-"):
             return _run_without_command(words or ["--help"])
+        if words[0] not in COMMANDS:
+            raise ConfigError(f"{words[0]}: no such command; {_instead_of(words[0])}")
         parser = _command_parser(words[0])
-        # Only the intermixed parser takes options after a variable number of arguments. For these two commands, all
-        # words after the script or after -- belong to the script or command.
-        parse = parser.parse_args if words[0] in ("check-resume", "watch") else parser.parse_intermixed_args
-        options = parse(words[1:])
+        # For these two commands, all words after the script or after -- belong to the script or command.
+        options = parser.read(words[1:], mixed=words[0] not in ("check-resume", "watch"))
         return options.run(options) or 0
 
 
+def _instead_of(word: str) -> str:
+    """What to type instead of a command that does not exist."""
+    if word in _FAMILIAR_NAMES:
+        return f"use `{_NAME} {_FAMILIAR_NAMES[word]}`"
+    if Path(word).exists():
+        return f"`{_NAME} ls {word}` lists the checkpoints in a folder, `{_NAME} show {word}` describes a model"
+    question = did_you_mean([word], COMMANDS)
+    return f"{question + ' ' if question else ''}`{_NAME} --help` lists the commands"
+
+
 def _command_parser(name: str) -> _Parser:
-    module, usage, _ = COMMANDS[name]
-    parser = _Parser(f"{_NAME} {name}", f"%(prog)s {usage}", allow_abbrev=False)
-    getattr(import_module(f"ft_ckpt.cli.{module}"), f"add_{name.replace('-', '_')}")(parser)
+    command = COMMANDS[name]
+    parser = _Parser(f"{_NAME} {name}", f"%(prog)s {command.usage}", allow_abbrev=False)
+    getattr(import_module(f"ft_ckpt.cli.{command.module}"), f"add_{name.replace('-', '_')}")(parser)
     parser.description = parser.get_default("run").__doc__
     return parser
 
 
 def _run_without_command(words: Sequence[str]) -> int:
-    parser = _global_parser()
-    options = parser.parse_args(words)
+    options = _global_parser().read(words, mixed=False)
     if options.show_completion:
         shell = Path(os.environ.get("SHELL", "bash")).name
         print_lines(*_COMPLETIONS.get(shell, _COMPLETIONS["bash"]).split("\n"))
@@ -125,18 +244,10 @@ def _run_without_command(words: Sequence[str]) -> int:
     raise ConfigError(f"no command given; see `{_NAME} --help`")
 
 
-def _global_parser() -> _Parser:
-    parser = _Parser(_NAME, "%(prog)s [OPTIONS] COMMAND [ARGS]...", allow_abbrev=False)
-    parser.description = "List, verify, compare and prune the checkpoints of ft_ckpt."
-    parser.add_argument("--version", action="version", version=f"{_NAME} {__version__}", help="Print version.")
-    parser.add_argument(
-        "--show-completion",
-        action="store_true",
-        help='Print what $SHELL needs to complete words, as in eval "$(ft-ckpt --show-completion)".',
-    )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for name, (_, _, summary) in COMMANDS.items():
-        commands.add_parser(name, help=summary)
+def _global_parser() -> _GlobalParser:
+    parser = _GlobalParser(_NAME, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"{_NAME} {__version__}")
+    parser.add_argument("--show-completion", action="store_true")
     return parser
 
 

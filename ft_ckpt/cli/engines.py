@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.cli import views
 from ft_ckpt.cli.files import print_conversion, refuse_existing
-from ft_ckpt.cli.options import add_force, add_json, bounded, print_lines
+from ft_ckpt.cli.options import add_force, add_json, bounded, one_of, print_lines
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.storage.place import shown_location
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ft_ckpt.engines.publish import PublishReport
 
 _ENGINES = ("vllm", "sglang")
+_IN_FLIGHT = ("wait", "keep", "abort")
 
 
 def add_publish(parser: ArgumentParser) -> None:
@@ -28,7 +29,10 @@ def add_publish(parser: ArgumentParser) -> None:
         help="Name of the adapter on the server, before the @; else the run's folder, and the part of several.",
     )
     parser.add_argument("--version", help="The version; else by step and manifest.")
-    parser.add_argument("--as", choices=("adapter", "weights"), default="auto", dest="kind", help="Content to publish.")
+    kinds = ("auto", "adapter", "weights")
+    parser.add_argument(
+        "--as", type=one_of(*kinds), metavar="|".join(kinds), default="auto", dest="kind", help="Content to publish."
+    )
     parser.add_argument("--part", metavar="NAME", help="One of several parts of the checkpoint.")
     parser.add_argument(
         "--visible-at", action="append", metavar="LOCAL=SERVER", default=[],
@@ -43,10 +47,13 @@ def add_publish(parser: ArgumentParser) -> None:
         help="Older versions of an adapter to keep (default: 2).",
     )
     parser.add_argument(
-        "--in-flight", choices=("wait", "keep", "abort"), default="wait",
+        "--in-flight", type=one_of(*_IN_FLIGHT), metavar="|".join(_IN_FLIGHT), default="wait",
         help="Requests that are running while weights are replaced (default: wait).",
     )  # fmt: skip
-    parser.add_argument("--check", choices=("all", "listed"), default="all", help="What to compare (default: all).")
+    parser.add_argument(
+        "--check", type=one_of("all", "listed"), metavar="all|listed", default="all",
+        help="What to compare (default: all).",
+    )  # fmt: skip
     parser.add_argument("--base", help="Base of the adapter: compare the answers with those of transformers and PEFT.")
     parser.add_argument(
         "--header", action="append", metavar="NAME=VALUE", default=[],
@@ -135,7 +142,10 @@ def _print_report(report: "PublishReport", *, as_json: bool) -> None:
 def add_export(parser: ArgumentParser) -> None:
     parser.add_argument("adapter", metavar="ADAPTER", help="Adapter, or checkpoint with one.")
     parser.add_argument("target", metavar="OUT", help="Folder to write.")
-    parser.add_argument("--for", choices=_ENGINES, required=True, dest="engine", help="The engine that is to read it.")
+    parser.add_argument(
+        "--for", type=one_of(*_ENGINES), metavar="|".join(_ENGINES), required=True, dest="engine",
+        help="The engine that is to read it.",
+    )  # fmt: skip
     add_force(parser)
     add_json(parser)
     parser.set_defaults(run=_export)
@@ -151,7 +161,7 @@ def _export(options: Namespace) -> None:
 
 
 def add_check_for(parser: ArgumentParser) -> None:
-    parser.add_argument("engine", metavar="ENGINE", choices=_ENGINES, help="vllm or sglang.")
+    parser.add_argument("engine", metavar="ENGINE", type=one_of(*_ENGINES), help="vllm or sglang.")
     parser.add_argument("folder", metavar="FOLDER", help="Adapter or model, as a path or URL.")
     parser.add_argument(
         "--max-lora-rank", type=bounded(int, 1), default=16, metavar="N", help="Of the server (default: 16)."

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.cli import views
-from ft_ckpt.cli.options import add_force, add_json, print_lines
+from ft_ckpt.cli.options import add_force, add_json, bounded, print_lines
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import TargetError
 from ft_ckpt.formats.registry import written_formats
@@ -137,7 +137,11 @@ def add_diff(parser: ArgumentParser) -> None:
     parser.add_argument("one", metavar="A", help="File, checkpoint or folder with weights.")
     parser.add_argument("other", metavar="B", help="Another one.")
     parser.add_argument(
-        "--top", type=int, default=20, metavar="N", help="Layers, and tensors, to list; 0 for all (default: 20)."
+        "--top",
+        type=bounded(int, 0),
+        default=20,
+        metavar="N",
+        help="Layers, and tensors, to list; 0 for all (default: 20).",
     )
     add_json(parser)
     parser.set_defaults(run=_diff)
@@ -274,7 +278,7 @@ def add_average(parser: ArgumentParser) -> None:
     parser.add_argument("sources", metavar="A", nargs="+", help="Checkpoints; with --last, the folder of one run.")
     parser.add_argument("target", metavar="OUT", help="File or folder to write.")
     parser.add_argument("--weights", help='A number for each source, as in "1,2,1"; else all count alike.')
-    parser.add_argument("--last", type=int, metavar="N", help="Of one RUN, its N newest valid checkpoints.")
+    parser.add_argument("--last", type=bounded(int, 1), metavar="N", help="Of one RUN, its N newest valid checkpoints.")
     _add_verify(parser)
     _add_output_options(parser)
     parser.set_defaults(run=_average)

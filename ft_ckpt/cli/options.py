@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from ft_ckpt.errors import TargetError
-from ft_ckpt.messages import printable
+from ft_ckpt.messages import expected_one_of, printable
 
 
 def add_json(parser: ArgumentParser) -> None:
@@ -30,8 +30,20 @@ def add_dry_run(parser: ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="Print what would be done, and do nothing.")
 
 
+def one_of(*choices: str) -> Callable[[str], str]:
+    """The argument type of one of `choices`."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ArgumentTypeError(f"{text}: {expected_one_of(text, choices)}")
+        return text
+
+    return parse
+
+
 def bounded(kind: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], float]:
     """The argument type of a finite number from `least` to `most`."""
+    number = "a whole number" if kind is int else "a number"
 
     def parse(text: str) -> float:
         with suppress(ValueError):
@@ -39,7 +51,7 @@ def bounded(kind: Callable[[str], float], least: float, most: float = math.inf) 
             if least <= value <= most and math.isfinite(value):
                 return value
         upper = "" if math.isinf(most) else f" to {most:g}"
-        raise ArgumentTypeError(f"{text}: expected a number from {least:g}{upper}")
+        raise ArgumentTypeError(f"{text}: expected {number} from {least:g}{upper}")
 
     return parse
 

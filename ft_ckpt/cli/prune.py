@@ -7,7 +7,7 @@ from collections import Counter
 from ft_ckpt.checkpoint import catalog, guards
 from ft_ckpt.checkpoint.prune import PruneReport, prune_run
 from ft_ckpt.cli import views
-from ft_ckpt.cli.options import add_dry_run, add_json, print_lines
+from ft_ckpt.cli.options import add_dry_run, add_json, bounded, print_lines
 from ft_ckpt.cli.show import run_checkpoints_in, run_folder
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, TargetError, listing
@@ -27,7 +27,7 @@ def add_prune(parser: ArgumentParser) -> None:
         ("--state-every",): "And of each whose step is a multiple of N.",
     }
     for names, effect in rules.items():
-        parser.add_argument(*names, type=int, metavar="N", help=effect)
+        parser.add_argument(*names, type=bounded(int, 1), metavar="N", help=effect)
     parser.add_argument(
         "--best", action="append", default=[], help='Keep the best by a metric, as in "loss:min:2"; may be repeated.'
     )

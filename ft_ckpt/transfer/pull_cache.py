@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from huggingface_hub import constants
+
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from ft_ckpt.checkpoint.delete import delete_checkpoint
 from ft_ckpt.checkpoint.manifest import Manifest
@@ -31,13 +33,13 @@ _POLL_SECONDS = 0.2
 
 
 def cache_folder() -> Path:
-    """The folder of the cache: FT_CKPT_CACHE, else ft_ckpt in the user's cache folder."""
-    if found := os.environ.get(_FOLDER):
-        return Path(found)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ft_ckpt")
-    except RuntimeError as error:  # a user that the system does not list, without HOME
-        raise ConfigError(f"the cache of pulled checkpoints: no home folder ({error}); set {_FOLDER}") from error
+    """The folder of the cache: FT_CKPT_CACHE, else ft_ckpt in HF_HOME, where Hugging Face libraries keep models."""
+    if folder := os.environ.get(_FOLDER):
+        return Path(folder)
+    home = Path(constants.HF_HOME)
+    if home.parts[:1] == ("~",):  # of a user that the system does not list, without HOME
+        raise ConfigError(f"the cache of pulled checkpoints: no home folder; set {_FOLDER} or HF_HOME to a folder")
+    return home / "ft_ckpt"
 
 
 def pull_cached(held: OpenCheckpoint, manifest: Manifest, *, exact: bool = False) -> CopyReport:

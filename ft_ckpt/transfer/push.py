@@ -242,7 +242,7 @@ def pull(
     A delta, see `publish`, is rebuilt to the checkpoint that it stands for, byte for byte. Its base is read beside
     `folder` if it is there, else rebuilt from the chain.
 
-    Without `folder`, a checkpoint in a bucket is fetched into the cache: ~/.cache/ft_ckpt, or the folder FT_CKPT_CACHE.
+    Without `folder`, a checkpoint in a bucket is fetched into the cache: FT_CKPT_CACHE, or ft_ckpt in HF_HOME.
     An entry of the cache is compared and not fetched again, nor are files of 1 MiB or more that another entry has; of
     several processes one fetches. Do not change files in the cache. The least recently pulled checkpoints are deleted
     when the cache exceeds 200 GB, or FT_CKPT_CACHE_SIZE, unless they are pinned, in use, or were pulled within the

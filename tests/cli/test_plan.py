@@ -154,7 +154,7 @@ def test_plot_says_what_it_needs(tmp_path):
         ([], "plan: expected --step-time; --mtbf; --model-size, --save-time or FOLDER"),
         (["--step-time", 1, "--save-time", 1], "plan: expected --mtbf;"),
         ([*GIVEN[1:], "--save-time", "soon"], "'soon' is not a duration"),
-        ([*GIVEN[1:], "--save-time", 1, "a", "b"], "plan: unrecognized arguments: b"),
+        ([*GIVEN[1:], "--save-time", 1, "a", "b"], "plan: b: one argument too many"),
         ([*GIVEN[1:], "absent"], "absent: no such folder"),
         ([*GIVEN[1:], "--model-size", "big"], "'big' is not a size"),
         ([*GIVEN[1:], "--save-time", 1, "--nodes", 0], "--nodes"),

@@ -407,7 +407,7 @@ def test_the_command_says_what_it_did(tmp_path, command):
     assert "1 left out: n: int" in said
     found = json.loads(command(tmp_path / "y.h5", tmp_path / "z.safetensors", "--json"))
     assert (found["format"], found["tensors"], found["verified"]) == ("safetensors", 1, False)
-    with pytest.raises(ConfigError, match="required: DST"):
+    with pytest.raises(ConfigError, match="convert: expected DST"):
         command(tmp_path / "x.pt")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -190,12 +191,17 @@ def test_a_push_after_a_save_goes_by_the_clients_of_the_saver(s3, monkeypatch, t
 
 
 def test_the_cache_needs_no_home_if_its_folder_is_given(cache, monkeypatch):
-    def no_home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr("pathlib.Path.home", no_home)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", "~/.cache/huggingface")  # as it is without a home
     assert pull_cache.cache_folder() == cache
     monkeypatch.delenv("FT_CKPT_CACHE")
-    with pytest.raises(ConfigError, match=r"no home folder .*set FT_CKPT_CACHE"):
+    with pytest.raises(ConfigError, match="no home folder; set FT_CKPT_CACHE or HF_HOME to a folder"):
         pull_cache.cache_folder()
+
+
+def test_the_cache_is_below_hf_home(tmp_path):
+    """An environment of its own, since huggingface_hub reads HF_HOME when it is imported."""
+    code = "from ft_ckpt.transfer.pull_cache import cache_folder; print(cache_folder())"
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "hub")}
+    environment.pop("FT_CKPT_CACHE", None)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{tmp_path / 'hub' / 'ft_ckpt'}\n"
