@@ -175,9 +175,8 @@ def adapter_parts(
 def active_adapters(module: Any) -> list[str]:
     """Names of the active adapters, of a PeftModel or injected."""
     active = getattr(module, "active_adapters", None)
-    if callable(active):  # transformers' method, which raises if PEFT injected the adapters
-        active = active() if getattr(module, "_hf_peft_config_loaded", True) else None
-    if not active:  # injected by PEFT: only the layers have the names
+    if not active or callable(active):
+        # Injected: transformers' method raises if PEFT did it, or is older than transformers asks for; the layers know.
         layers = (getattr(inner, "active_adapters", None) for inner in module.modules() if hasattr(inner, "base_layer"))
         active = next((names for names in layers if names and not callable(names)), ())
     return [active] if isinstance(active, str) else list(active)
