@@ -2,10 +2,11 @@
 
     scripts/release                   # writes dist/: wheel, source distribution, SHA256SUMS
     scripts/release --out FOLDER
+    FT_CKPT_PROJECT_URL=https://HOST/OWNER/NAME scripts/release
 
 Changes that are not committed are not in them. Two builds must be equal byte for byte, and so must the wheel that is
 built from the source distribution. The wheel is installed into an environment of its own, without the checkout, where
-its commands answer and the README's twenty lines train; the libraries are those of the environment that runs this.
+its commands answer and the script of README.md trains; the libraries are those of the environment that runs this.
 """
 
 import argparse
@@ -28,21 +29,8 @@ from packaging.metadata import Metadata
 
 ROOT = Path(__file__).resolve().parents[1]
 SUMS = "SHA256SUMS"
+URL = "FT_CKPT_PROJECT_URL"  # the address of the repository, for the links of the description: see setup.py
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_{}(sys.argv[1]))"
-# Objects that the README's twenty lines assume: a model and its training objects, as small as possible.
-GIVEN = """
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-torch.manual_seed(0)
-sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-model = LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-samples = [{"input_ids": ids, "labels": ids} for ids in torch.randint(16, (6, 4))]
-loader = torch.utils.data.DataLoader(samples, batch_size=2)
-tokenizer = None
-"""
 
 
 def main() -> None:
@@ -161,7 +149,11 @@ def check_metadata(wheel: Path, sdist: Path) -> str:
     for field in ("summary", "description", "author", "keywords", "classifiers", "license_expression"):
         if not getattr(metadata, field):
             raise SystemExit(f"{wheel.name}: no {field} in its metadata")
-    step("metadata", f"ft_ckpt {metadata.version}, {len(metadata.classifiers or ())} classifiers")
+    relative = re.findall(r"\]\((?!https?:|#)([^)\s]+)\)", metadata.description or "")
+    if relative:
+        raise SystemExit(f"{wheel.name}: its description has links that lead nowhere on a package index: {relative}")
+    urls = f"{len(metadata.project_urls)} URLs" if metadata.project_urls else f"no URLs ({URL} is not set)"
+    step("metadata", f"ft_ckpt {metadata.version}, {len(metadata.classifiers or ())} classifiers, {urls}")
     if shutil.which("twine"):
         subprocess.run(["twine", "check", "--strict", wheel, sdist], check=True)
     return str(metadata.version)
@@ -178,7 +170,7 @@ def check_content(wheel: Path, source: Path) -> None:
 
 
 def try_wheel(wheel: Path, version: str, readme: str, folder: Path) -> None:
-    """Install it beside the libraries that are here, and run its commands and the README's twenty lines."""
+    """Install it beside the libraries that are here, and run its commands and the script of README.md."""
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     install = ["--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", str(wheel)]
@@ -186,9 +178,9 @@ def try_wheel(wheel: Path, version: str, readme: str, folder: Path) -> None:
     (site,) = folder.glob("lib/python*/site-packages")
     # A path in a .pth file adds the libraries, and not what their own .pth files add, such as an editable ft_ckpt.
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    (lines,) = [code for code in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "epochs=3)" in code]
-    program = folder / "twenty.py"
-    program.write_text(f"{GIVEN}\n{lines}", encoding="utf-8")
+    (script,) = re.findall(r'^```python title="train.py"\n(.*?)^```', readme, re.DOTALL | re.MULTILINE)
+    program = folder / "train.py"
+    program.write_text(script, encoding="utf-8")
     run = (folder / "bin" / "ft-ckpt",)
 
     def answer(*command: str | Path) -> str:
@@ -208,7 +200,7 @@ def try_wheel(wheel: Path, version: str, readme: str, folder: Path) -> None:
         raise SystemExit(f"{wheel.name}: ft-ckpt --version does not answer {version}, or python -m ft_ckpt has no help")
     answer(python, program)
     answer(*run, "verify", folder / "runs" / "sft")
-    step("installed alone", "ft-ckpt --version, python -m ft_ckpt --help, the README's twenty lines, ft-ckpt verify")
+    step("installed alone", "ft-ckpt --version, python -m ft_ckpt --help, the script of README.md, ft-ckpt verify")
 
 
 # After the checks

@@ -101,8 +101,8 @@ def chart(found: Figures, theme: str) -> str:
     Xml.SubElement(svg, "title").text = "What ft_ckpt costs beside other libraries and the machine's limits"
     for at, (panel, rows) in enumerate(panels):
         left, top = (at % 2) * (_WIDTH - _PANEL), tops[at // 2]
-        _write(svg, left, top + 16, panel.title, text, 15, weight="600")
-        _write(svg, left, top + 34, panel.words.format(figure_text("bytes", rows[0]["tensor_bytes"])), muted, 12)
+        write_text(svg, left, top + 16, panel.title, text, 15, weight="600")
+        write_text(svg, left, top + 34, panel.words.format(figure_text("bytes", rows[0]["tensor_bytes"])), muted, 12)
         _bars(svg, left, top + _HEAD, panel, rows, theme)
     _legend(svg, tops[-1] + 8, caption(found), theme)
     Xml.indent(svg)
@@ -145,12 +145,12 @@ def _bars(svg: Xml.Element, left: float, top: float, panel: Panel, rows: Sequenc
         paint = {"fill": "none", "stroke": outline} if way.startswith("limit") else {"fill": color, "stroke": color}
         wide, weight = max(1.0, _BAR * value / most), "600" if is_ours(way) else "400"
         named = _SHORT.get(way) or ("ft_ckpt" if way == "ours" else label(panel.measure, way).replace("`", ""))
-        _write(svg, left + _LABELS - 10, middle + 4.5, named, text, 13, anchor="end", weight=weight)
+        write_text(svg, left + _LABELS - 10, middle + 4.5, named, text, 13, anchor="end", weight=weight)
         corner = {"x": f"{left + _LABELS + 0.5:g}", "y": f"{middle - _THICK / 2:g}", "height": str(_THICK)}
         Xml.SubElement(svg, "rect", {**corner, "width": f"{wide:.1f}", "rx": "1.5", **paint})
         figure = figure_text(panel.figure, value)
         shade = text if is_ours(way) else muted
-        _write(svg, left + _LABELS + wide + 7, middle + 4.5, figure, shade, 13, weight=weight)
+        write_text(svg, left + _LABELS + wide + 7, middle + 4.5, figure, shade, 13, weight=weight)
 
 
 def _legend(svg: Xml.Element, top: float, words: str, theme: str) -> None:
@@ -159,14 +159,15 @@ def _legend(svg: Xml.Element, top: float, words: str, theme: str) -> None:
     for left, (name, fill, stroke) in zip((0.5, 88.5, 218.5), marks, strict=True):
         square = {"x": f"{left:g}", "y": f"{top + 0.5:g}", "width": "11", "height": "11", "rx": "1.5"}
         Xml.SubElement(svg, "rect", {**square, "fill": fill, "stroke": stroke})
-        _write(svg, left + 17, top + 10.5, name, muted, 12)
-    _write(svg, 375, top + 10.5, "shorter is better", muted, 12)
-    _write(svg, _WIDTH, top + 10.5, words, muted, 12, anchor="end")
+        write_text(svg, left + 17, top + 10.5, name, muted, 12)
+    write_text(svg, 375, top + 10.5, "shorter is better", muted, 12)
+    write_text(svg, _WIDTH, top + 10.5, words, muted, 12, anchor="end")
 
 
-def _write(
+def write_text(
     svg: Xml.Element, x: float, y: float, words: str, color: str, size: int, anchor: str = "start", weight: str = "400"
 ) -> None:
+    """Add a line of text; `anchor` says which end of it is at `x`, and `y` is its base line, in pixels."""
     place = {"x": f"{x:.1f}", "y": f"{y:g}", "fill": color, "font-size": str(size)}
     look = {"text-anchor": anchor, "font-weight": weight}
     Xml.SubElement(svg, "text", {**place, **look}).text = words

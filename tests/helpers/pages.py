@@ -4,6 +4,8 @@ A comment on the line above a fence changes how its block is run; readers do not
 
     <!-- not run: REASON -->   the block cannot run in a test
     <!-- new script -->        from here on the names of the blocks before are undefined, as in another file
+
+A `diff` block shows a change of a Python script: the lines after the change are run.
 """
 
 import re
@@ -70,10 +72,13 @@ def _fences(page: Path) -> Iterator[tuple[Block, int, int]]:
             code = "".join(f"{each[indent:]}\n" for each in lines[start + 1 : number])
             title = _TITLE.search(fence["rest"] or "")
             word, reason = (mark["word"], mark["reason"]) if mark else (None, None)
+            language = fence["language"] or "text"
+            if language == "diff":
+                language, code = "python", after_change(code)
             block = Block(
                 page.stem,
                 start + 2,
-                fence["language"] or "text",
+                language,
                 code,
                 title=title and title[1],
                 not_run=reason if word == "not run" else None,
@@ -83,6 +88,12 @@ def _fences(page: Path) -> Iterator[tuple[Block, int, int]]:
             opened, mark, above = None, None, number
         elif opened is None and line.strip():
             mark, above = _COMMENT.fullmatch(line.strip()), number
+
+
+def after_change(diff: str) -> str:
+    """The lines of a diff without those that it removes."""
+    lines = diff.splitlines(keepends=True)
+    return "".join(line[1:] or "\n" for line in lines if not line.startswith("-"))
 
 
 def commands_of(code: str) -> list[str]:

@@ -61,6 +61,12 @@ def test_forms_of_issues_have_what_their_host_requires(path):
     assert all(field["attributes"]["label"] for field in fields)
 
 
+def test_one_sentence_says_what_it_is_everywhere():
+    sentence = PROJECT["description"]
+    assert read("CITATION.cff")["abstract"] == sentence
+    assert " ".join((ROOT / "README.md").read_text(encoding="utf-8").split()).startswith(f"# ft_ckpt {sentence} ")
+
+
 def test_the_citation_agrees_with_the_package():
     """It has no version of its own, which would be old after each release."""
     citation = read("CITATION.cff")

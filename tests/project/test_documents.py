@@ -39,7 +39,7 @@ def done(request, tmp_path_factory):
     tests = [item for item in request.session.items if "done" in getattr(item, "fixturenames", ())]
     asked = {item.callspec.params.get("page") for item in tests if hasattr(item, "callspec")}
     names = [name_of(page) for page in PAGES if page in asked]
-    for name, page in {"twenty": twenty_lines(), "trainer": trainer_lines()}.items():
+    for name, page in {"loop": loop_lines(), "trainer": trainer_lines()}.items():
         if any(item.name.startswith(f"test_the_{name}_lines") for item in tests):
             (folder / name).mkdir()
             (folder / name / "page.md").write_text(page, encoding="utf-8")
@@ -67,9 +67,11 @@ def test_few_blocks_are_not_run():
     assert len([block for page in PAGES for block in blocks_of(page) if block.not_run]) <= MOST_NOT_RUN
 
 
-def test_the_twenty_lines_do_nothing_once_they_are_done(done):
+def test_the_loop_lines_do_nothing_once_they_are_done(done):
     """On a first start three epochs of seven batches, and a log; on a second nothing."""
-    assert ft_ckpt.verify(check(done, "twenty") / "runs/sft/final").ok
+    runs = check(done, "loop") / "runs/sft"
+    assert {"checkpoint-21", "final"} <= {path.name for path in runs.iterdir()}
+    assert ft_ckpt.verify(runs / "final").ok
 
 
 def test_the_trainer_lines_do_nothing_once_they_are_done(done):
@@ -189,18 +191,19 @@ def check(done, name):
     return folder / name
 
 
-def twenty_lines():
-    """A page of the README's twenty lines, started twice."""
+def loop_lines():
+    """A page of the README's loop, started twice, which says each time whether it has trained."""
     lines = block_with("saver.remaining(loader, epochs=3)")
     logged = "import logging, sys\nlogging.basicConfig(level=logging.INFO, stream=sys.stdout, format='%(message)s')\n"
-    begun = "a fresh start: nothing was resumed from runs/sft\n...\nsaved final: 7 KB in 7 s\n21 batches\n"
-    return script(logged + lines, begun) + script(lines, "0 batches\n")
+    code = f"{logged}{lines}print('trained:', 'loss' in globals())\n"
+    begun = "a fresh start: nothing was resumed from runs/sft\n...\nsaved final: 7 KB in 7 s\ntrained: True\n"
+    return script(code, begun) + script(code, "...\ntrained: False\n")
 
 
 def trainer_lines():
     """The same of the lines for a Trainer."""
-    lines = block_with("checkpointed(SFTTrainer)")
-    return script(lines, "...\n4 batches\n") + script(lines, "...\n0 batches\n")
+    code = block_with("checkpointed(SFTTrainer)") + "print(len(calls), 'batches')\n"
+    return script(code, "...\n4 batches\n") + script(code, "...\n0 batches\n")
 
 
 def block_with(words):
@@ -210,6 +213,5 @@ def block_with(words):
 
 
 def script(code, answer):
-    """A part of a page: a block that begins anew, and what it prints with the number of batches trained on."""
-    counted = f"{code}print(len(calls), 'batches')\n"
-    return f"<!-- new script -->\n```python\n{counted}```\n\n```text\n{answer}```\n"
+    """A part of a page: a block that begins anew, and what it prints."""
+    return f"<!-- new script -->\n```python\n{code}```\n\n```text\n{answer}```\n"

@@ -1,7 +1,8 @@
-"""scripts/release: the same files from every build of a commit, and refusals of those that differ."""
+"""scripts/release: the same files from every build of a commit, and a description that stands alone."""
 
 import gzip
 import hashlib
+import re
 import runpy
 import subprocess
 import sys
@@ -12,6 +13,9 @@ import pytest
 from places import ROOT
 
 RELEASE = runpy.run_path(str(ROOT / "scripts" / "release.py"))
+SETUP = runpy.run_path(str(ROOT / "setup.py"))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TARGET = re.compile(r'(?:\]\(|src(?:set)?=")([^)"\s]+)')
 
 
 @pytest.mark.slow
@@ -52,6 +56,39 @@ def test_builds_at_other_times_by_other_users_become_equal(tmp_path, monkeypatch
     assert archives[0].read_bytes() == archives[1].read_bytes()
     with tarfile.open(archives[0]) as archive:
         assert [(each.name, archive.extractfile(each).read()) for each in archive] == [("a", b"a"), ("b", b"b")]
+
+
+def test_with_an_address_every_link_of_the_description_leads_to_a_file_of_the_tag():
+    address = "https://example.org/owner/ft_ckpt"
+    targets = TARGET.findall(SETUP["long_description"](README, "1.2.3", f"{address}/"))
+    assert len(targets) == len(TARGET.findall(README)) > 40
+    outside = [target for target in targets if not target.startswith("#")]
+    prefix = re.compile(rf"{address}/(blob|raw)/v1\.2\.3/([^#]+)")
+    found = {match[2]: match[1] for match in map(prefix.match, outside) if match}
+    assert [target for target in outside if not prefix.match(target)] == []
+    assert [path for path in found if not (ROOT / path).exists()] == []
+    assert [path for path, kind in found.items() if (kind == "raw") != path.endswith(".svg")] == []
+
+
+def test_without_an_address_the_description_is_text_with_its_code():
+    text = SETUP["long_description"](README, "1.2.3")
+    assert [target for target in TARGET.findall(text) if not target.startswith("#")] == []
+    assert "<picture" not in text
+    assert "License: Apache-2.0\n" in text
+    assert re.findall(r"```.*?```", text, re.DOTALL) == re.findall(r"```.*?```", README, re.DOTALL)
+
+
+def test_links_to_elsewhere_and_code_stay_as_they_are():
+    text = "[a](https://a.org) [b](#b) [c](c.md)\n```python\nx = y[0](z)\n```\n"
+    changed = SETUP["long_description"](text, "1", "https://h/o/n")
+    assert changed == text.replace("(c.md)", "(https://h/o/n/blob/v1/c.md)")
+
+
+def test_addresses_are_stated_if_there_is_one():
+    assert SETUP["project_urls"]("1") == {}
+    urls = SETUP["project_urls"]("1", "https://h/o/n/")
+    assert urls["Repository"] == "https://h/o/n"
+    assert all((ROOT / url.split("/v1/")[1]).exists() for url in urls.values() if "/v1/" in url)
 
 
 @pytest.mark.parametrize("change", [{"ft_ckpt/model.py": "left behind"}, {"tests/test_it.py": ""}, None])

@@ -3,6 +3,7 @@
 import html
 import os
 import re
+import runpy
 import subprocess
 import sys
 
@@ -32,8 +33,18 @@ def test_pictures_are_small_and_fetch_nothing():
 
 
 def test_pictures_are_on_a_page():
-    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
-    assert [path.name for path in IMAGES.iterdir() if f"](images/{path.name}" not in pages] == []
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    assert [path.name for path in IMAGES.iterdir() if f"images/{path.name}" not in text] == []
+
+
+def test_badges_are_those_of_the_metadata():
+    """License and Python versions of pyproject.toml; `python scripts/badges.py` draws them again."""
+    script = runpy.run_path(str(ROOT / "scripts/badges.py"))
+    drawn = {f"badge-{name}.svg": script["badge"](name, value) for name, value in script["badges"]().items()}
+    assert {path.name: path.read_text(encoding="utf-8") for path in IMAGES.glob("badge-*.svg")} == drawn
+    assert "3.10 | 3.11" in drawn["badge-python.svg"]
+    assert (ROOT / "ft_ckpt/py.typed").exists()
 
 
 @pytest.mark.slow

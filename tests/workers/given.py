@@ -43,12 +43,11 @@ def names_for(page: str, script: int) -> dict[str, Any]:
     return {} if make is None else make(script)
 
 
-def on_readme(script: int) -> dict[str, Any]:
-    lora_model, ppo_model = models.lora(), models.policy_and_value()
+def on_readme(_: int) -> dict[str, Any]:
+    """What a script with a Trainer has made; the loop on the page makes its own objects."""
     args = trainers.TrainingArguments("runs/trainer", max_steps=4, save_steps=2, **trainers.SILENT)
-    names = {"lora_model": lora_model, "ppo_model": ppo_model, "args": args, "ft_ckpt": ft_ckpt}
-    names |= {"SFTTrainer": trainers.Trainer, "data": trainers.Sentences(noise=False)}
-    return names | (on_saved(script) if script else parts(models.llama()))
+    names = {"args": args, "SFTTrainer": trainers.Trainer, "data": trainers.Sentences(noise=False)}
+    return names | parts(models.llama())
 
 
 def on_page(_: int) -> dict[str, Any]:
