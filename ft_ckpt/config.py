@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeGuard
 
+from typing_extensions import Unpack
+
 from ft_ckpt.errors import ConfigError, Rule, check_settings, is_number, listing
 from ft_ckpt.formats.registry import DEFAULT_FORMAT, tensor_formats
 from ft_ckpt.messages import did_you_mean, without_secrets
@@ -104,6 +106,10 @@ class SaverConfig:
     """
     verify_resume: bool = True
     """Compare the digests of all files on a resume, most of them while they are read."""
+
+    if TYPE_CHECKING:  # the constructor accepts more than the fields hold: a number for `every`, a torch type
+
+        def __init__(self, *, background: bool = False, **settings: Unpack["SaverSettings"]) -> None: ...
 
     def __post_init__(self) -> None:
         for name, meant in (("dtype", canonical_dtype), ("every", every_of), ("keep", keep_of)):

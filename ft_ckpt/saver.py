@@ -17,7 +17,7 @@ from ft_ckpt.config import SaverConfig, SaverSettings, make_config, names_of, nu
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.engines.follow import publish_goal
-from ft_ckpt.engines.publish import PublishReport, publish_with
+from ft_ckpt.engines.publish import PublishArguments, PublishReport, publish_with
 from ft_ckpt.errors import ConfigError, is_number, listing
 from ft_ckpt.messages import LOG
 from ft_ckpt.model.adapters import has_adapters
@@ -45,6 +45,7 @@ _OPEN: WeakSet["CheckpointSaver[Any]"] = WeakSet()
 
 
 SaveResult = TypeVar("SaveResult", default=SaveReport)  # what a saver's saves return
+Batch = TypeVar("Batch")
 
 
 class SaveArguments(TypedDict, total=False):
@@ -293,7 +294,7 @@ class CheckpointSaver(Generic[SaveResult]):
         adapter_only: bool | None = None,
         merged: Merged = False,
         step: int | None = None,
-        **options: Any,
+        **options: Unpack[PublishArguments],
     ) -> PublishReport | None:
         """Save `model` as `save` does, and publish it from rank 0 to the server at `url`, or to several; on every rank.
 
@@ -368,7 +369,9 @@ class CheckpointSaver(Generic[SaveResult]):
         """The progress of the run: steps as `step` counts them, data position as in `remaining`."""
         return self._run.progress
 
-    def remaining(self, loader: Any, epochs: int | None = None, *, replay: bool | None = None) -> Iterator[Any]:
+    def remaining(
+        self, loader: Iterable[Batch], epochs: int | None = None, *, replay: bool | None = None
+    ) -> Iterator[Batch]:
         """The batches of `loader` that the run has not seen: the rest of an epoch, or of `epochs` epochs.
 
         After `resume` it continues exactly where the checkpoint was made; with `replay` also for random augmentation in

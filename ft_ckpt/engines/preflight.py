@@ -6,6 +6,7 @@ versions read fewer fields silently, so the fields that they would ignore are re
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,7 +42,7 @@ _UNREAD = (  # fields of LoRA variants that engines ignore
 )
 
 
-def check_for(engine: str, folder: str | Place, *, max_lora_rank: int = MOST_RANK) -> list[str]:
+def check_for(engine: str, folder: str | os.PathLike[str] | Place, *, max_lora_rank: int = MOST_RANK) -> list[str]:
     """The reasons why `engine` ("vllm" or "sglang") would not serve the adapter or model in `folder` as it was trained.
 
     Each is one line: the field or file, its value, the expected value, the remedy. An empty list does not prove that

@@ -19,7 +19,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from ft_ckpt.checkpoint.catalog import is_delta
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
@@ -96,6 +96,25 @@ class PublishReport:
     """The servers, in the order of their URLs."""
     seconds: float
     """From the call to the last answer."""
+
+
+class PublishArguments(TypedDict, total=False):
+    """The keywords of `publish` as type checkers see them in `CheckpointSaver.publish`."""
+
+    name: str | None
+    version: str | None
+    kind: str
+    part: str | None
+    visible_at: Mapping[str, str] | None
+    stage: str | Path | None
+    keep: int
+    in_flight: str
+    check: str
+    base: Any
+    headers: Mapping[str, str] | None
+    timeout_seconds: float
+    delta: bool
+    anchor_every: int
 
 
 def publish(

@@ -21,13 +21,15 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
+from typing_extensions import Unpack
 
 from ft_ckpt import CheckpointSaver, Every
-from ft_ckpt.config import make_config
+from ft_ckpt.config import SaveSettings, make_config
 from ft_ckpt.distributed.wrappers import is_distributed
 from ft_ckpt.errors import ConfigError, SelectionError, listing
 from ft_ckpt.model.adapters import has_adapters
 from ft_ckpt.model.libraries import library_of
+from ft_ckpt.retention import Keep
 from ft_ckpt.saving.follow_up import SaveHook, hooks_of
 from ft_ckpt.storage.place import Place, absolute_location
 from ft_ckpt.training import rng
@@ -168,6 +170,13 @@ def _checkpoint_classes() -> tuple[type, ...]:
 _Base: Any = type("_Base", _checkpoint_classes(), {})
 
 
+class LightningSettings(SaveSettings, total=False):
+    """The settings of `CheckpointSaver` for a Lightning run, as type checkers see them."""
+
+    background: bool
+    keep: Keep | int | None
+
+
 class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are computed at import time
     """Saves a Lightning run to `directory` and resumes it; one per trainer, on a single device or under DDP.
 
@@ -185,16 +194,15 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         directory: str | Path,
         *,
         every: Every | int = Every(epochs=1),  # noqa: B008 - a constant
-        attribute: str | None = None,
         tokenizer: Any = None,
         resume: str | Path | Place | bool | None = "auto",
         allow: Iterable[str] | bool = (),
         replay: bool | None = None,
         on_saved: SaveHook | Iterable[SaveHook] | None = None,
-        **settings: Any,
+        **settings: Unpack[LightningSettings],
     ) -> None:
         super().__init__()
-        self._config = make_config(None, {**settings, "every": every, "attribute": attribute})
+        self._config = make_config(None, {**settings, "every": every})
         self._directory, self._tokenizer, self._replay = absolute_location(directory), tokenizer, replay
         self._resume: str | Path | Place | bool | None = resume
         self._allow, self._on_saved = allow, hooks_of(on_saved)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from transformers import Trainer, TrainerCallback
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.config import SaveSettings, keep_of, make_config
@@ -35,6 +35,16 @@ class TrainerSaverSettings(SaveSettings, total=False):
     """The settings of `CheckpointSaver` for a Trainer, as type checkers see them."""
 
     background: bool
+
+
+class TrainerArguments(TrainerSaverSettings, total=False):
+    """The keywords of `checkpointed` as type checkers see them in `FtCkptCallback`."""
+
+    keep: Keep | int | None
+    allow: Iterable[str] | bool
+    state: bool
+    on_saved: SaveHook | Iterable[SaveHook] | None
+    on_resumed: Callable[[CheckpointSaver[Any]], object] | None
 
 
 _REPLACED = ("_save_checkpoint", "save_model")  # overrides of these in subclasses must call super()
@@ -105,12 +115,12 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     ConfigError for invalid settings.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: Unpack[TrainerArguments]) -> None:
         self._settings: TrainerSettings = checkpointed(Trainer, **settings).ft_ckpt
         self._trainer: Any = None
 
     @classmethod
-    def attach(cls, trainer: Any, **settings: Any) -> "FtCkptCallback":
+    def attach(cls, trainer: Any, **settings: Unpack[TrainerArguments]) -> Self:
         """A new callback with `settings`, added to an existing `trainer` that is not yet training."""
         callback = cls(**settings)
         trainer.add_callback(callback)

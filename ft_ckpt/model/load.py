@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, TypeVar, overload
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from ft_ckpt.checkpoint.contents import why_no_checkpoint
 from ft_ckpt.checkpoint.manifest import PartRecord
@@ -74,6 +75,66 @@ class _LoadOptions:
     device: torch.device | None  # accelerator that tensors are read to directly; None: the host
 
 
+ModelType = TypeVar("ModelType", bound=nn.Module)  # of `into`; with adapters that it lacks, a PeftModel is returned
+
+
+class LoadArguments(TypedDict, total=False):
+    """The keywords of `load_model` as type checkers see them, but for `into` and `with_report`."""
+
+    part: str | None
+    base: Any
+    classes: Mapping[str, type] | None
+    device: str | torch.device | None
+    strict: bool
+    check_base: bool
+    trust_remote_code: bool
+    verify: bool
+    require_signature: SignedBy | None
+    mapped: bool | Literal["auto"]
+
+
+@overload
+def load_model(
+    path: str | Path | Place,
+    *,
+    into: ModelType,
+    with_report: Literal[False] = False,
+    **arguments: Unpack[LoadArguments],
+) -> ModelType | Any: ...
+
+
+@overload
+def load_model(
+    path: str | Path | Place, *, into: ModelType, with_report: Literal[True], **arguments: Unpack[LoadArguments]
+) -> tuple[ModelType | Any, LoadReport]: ...
+
+
+@overload
+def load_model(
+    path: str | Path | Place,
+    *,
+    into: None = None,
+    with_report: Literal[False] = False,
+    **arguments: Unpack[LoadArguments],
+) -> Any: ...
+
+
+@overload
+def load_model(
+    path: str | Path | Place, *, into: None = None, with_report: Literal[True], **arguments: Unpack[LoadArguments]
+) -> tuple[Any, LoadReport]: ...
+
+
+@overload
+def load_model(
+    path: str | Path | Place,
+    *,
+    into: nn.Module | None = None,
+    with_report: bool = False,
+    **arguments: Unpack[LoadArguments],
+) -> Any: ...
+
+
 def load_model(
     path: str | Path | Place,
     *,
@@ -110,6 +171,9 @@ def load_model(
     are used; digests of files below 1 MB and all sizes and headers are always compared.
     `require_signature`: check the signature of the checkpoint first, see `verify(signed_by=)`; not that of a base.
     `with_report`: return (model, LoadReport).
+
+    The checkpoint decides the class of the model, which type checkers cannot know: they see Any, and with `into` the
+    class of that module. `model: LlamaForCausalLM = ft_ckpt.load_model(path)` tells them.
 
     All files are opened at once, so a save that replaces the checkpoint meanwhile has no effect. Raises
     NotACheckpointError; CorruptError when files differ from the manifest or its signature; LoadError naming every

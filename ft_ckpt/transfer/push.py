@@ -11,8 +11,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, TypedDict, overload
 from weakref import WeakSet
+
+from typing_extensions import Unpack
 
 from ft_ckpt.checkpoint.catalog import is_delta
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
@@ -155,6 +157,43 @@ getattr(threading, "_register_atexit", atexit.register)(_end_queues)
 _HUB = "ft_ckpt.transfer.hub"
 _MODULES = {"hf": _HUB, **dict.fromkeys(SCHEMES, "ft_ckpt.transfer.buckets")}
 Checkpoint = str | os.PathLike[str] | Place
+
+
+class PushArguments(TypedDict, total=False):
+    """The keywords of `push` as type checkers see them, but for `background`."""
+
+    revision: str | None
+    private: bool | None
+    token: str | None
+    state: bool
+    base_id: str | None
+    message: str | None
+
+
+@overload
+def push(
+    checkpoint: Checkpoint,
+    destination: str | Place,
+    *,
+    background: Literal[False] = False,
+    **arguments: Unpack[PushArguments],
+) -> PushReport: ...
+
+
+@overload
+def push(
+    checkpoint: Checkpoint,
+    destination: str | Place,
+    *,
+    background: Literal[True],
+    **arguments: Unpack[PushArguments],
+) -> PendingPush: ...
+
+
+@overload
+def push(
+    checkpoint: Checkpoint, destination: str | Place, *, background: bool, **arguments: Unpack[PushArguments]
+) -> PushReport | PendingPush: ...
 
 
 def push(

@@ -1,4 +1,4 @@
-"""The code blocks of a page in order, with the output that the page shows for each.
+"""The code blocks of a page in order, with the output that the page shows for each, and the cells of a notebook.
 
 A comment on the line above a fence changes how its block is run; readers do not see it:
 
@@ -8,8 +8,9 @@ A comment on the line above a fence changes how its block is run; readers do not
 A `diff` block shows a change of a Python script: the lines after the change are run.
 """
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,9 +92,34 @@ def _fences(page: Path) -> Iterator[tuple[Block, int, int]]:
 
 
 def after_change(diff: str) -> str:
-    """The lines of a diff without those that it removes."""
-    lines = diff.splitlines(keepends=True)
-    return "".join(line[1:] or "\n" for line in lines if not line.startswith("-"))
+    """The lines of a diff; those that it removes are empty."""
+    lines = diff.splitlines()
+    return "".join("\n" if line.startswith("-") else f"{line[1:]}\n" for line in lines)
+
+
+def scripts_of(blocks: Iterable[Block]) -> dict[int, list[Block]]:
+    """The blocks that share their names, by the number of their script on the page."""
+    scripts: dict[int, list[Block]] = {}
+    number = 0
+    for block in blocks:
+        number += block.begins_script
+        scripts.setdefault(number, []).append(block)
+    return scripts
+
+
+def cells_of(notebook: Path) -> list[Block]:
+    """The code cells of a notebook as blocks of one script; commands of the shell in them are comments here."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    blocks = []
+    for number, cell in enumerate(cells):
+        if cell["cell_type"] != "code":
+            continue
+        code = "".join(cell["source"])
+        written = re.match(r"%%writefile (.+)\n", code)
+        code = re.sub(r"^([!%])", r"# \1", code, flags=re.MULTILINE)
+        title = written[1] if written else None
+        blocks.append(Block(f"{notebook.name}, cell {number}", 1, "python", code, title=title))
+    return blocks
 
 
 def commands_of(code: str) -> list[str]:

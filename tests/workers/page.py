@@ -11,14 +11,12 @@ import sys
 import tempfile
 import traceback
 from contextlib import redirect_stdout
-from itertools import accumulate, groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import harness
 from given import names_for
-from pages import Block, blocks_of, commands_of, dialogue_of, is_shown
+from pages import Block, blocks_of, commands_of, dialogue_of, is_shown, scripts_of
 from places import ROOT
 
 from ft_ckpt.cli import main as ft_ckpt_command
@@ -32,10 +30,9 @@ def do(name: str, folder: Path) -> None:
     """Run the scripts of a page, each in its own process."""
     page = folder / "page.md"
     blocks = blocks_of(page if page.exists() else ROOT / name)
-    numbers = accumulate(block.begins_script for block in blocks)  # of the script that each block is of
     os.chdir(folder)
-    for number, script in groupby(zip(numbers, blocks, strict=True), itemgetter(0)):
-        told = [block for _, block in script if block.not_run is None]
+    for number, script in scripts_of(blocks).items():
+        told = [block for block in script if block.not_run is None]
         code, output = in_child(lambda number=number, told=told: run_script(told, number))
         assert code == 0, output
 
