@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ft_ckpt.errors import ConfigError, Rule, check_settings, is_number, listing
 from ft_ckpt.messages import did_you_mean
@@ -70,6 +70,14 @@ class Keep:
             return []
         is_one = not isinstance(self.best, Sequence) or isinstance(self.best[0], str)
         return [self.best] if is_one else list(self.best)  # type: ignore[list-item, arg-type]
+
+
+def keep_from_record(record: Mapping[str, Any] | None) -> Keep:
+    """The rules that a training state records; without rules for None. Raises ConfigError, KeyError, TypeError."""
+    if record is None:
+        return Keep()
+    state = record["state"]
+    return Keep(**{**record, "state": None if state is None else keep_from_record(state)})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,10 +185,14 @@ def discover(root: str | os.PathLike[str] | Place) -> list[CheckpointInfo]:
 def list_readable(root: str | os.PathLike[str] | Place) -> Listing:
     """`list_checkpoints` to choose from: damaged manifests are warnings.
 
-    Raises UnreadableError if one cannot be read in three tries: it may be the one to choose.
+    Raises UnreadableError if one cannot be read in three tries: it may be the one to choose; NotACheckpointError if
+    `root` is a file.
     """
-    listed = look_again(lambda: list_checkpoints(root), lambda found: bool(found.unreadable))
+    place = open_place(root)
+    listed = look_again(lambda: list_checkpoints(place), lambda found: bool(found.unreadable))
     listed.require_readable()
+    if not listed.found and place.is_object:
+        raise NotACheckpointError(why_no_checkpoint(place))
     listed.warn_left_out()
     return listed
 
@@ -200,11 +204,11 @@ def run_checkpoints(run: str | os.PathLike[str] | Place) -> list[CheckpointInfo]
 
 
 def latest(directory: str | os.PathLike[str] | Place) -> Path | str | None:
-    """The newest checkpoint in `directory` that passes `verify(deep=False)`; None when there is none.
+    """The newest checkpoint in `directory` that passes `verify(deep=False)`; None if there is none, or no folder.
 
     Checkpoints computed from others (an average, a merged model) are skipped, and invalid ones with a warning. Returns
     a local path or a URL, as `directory` is. Raises UnreadableError when a newer one, or any manifest, cannot be read
-    now: it may be the newest.
+    now: it may be the newest; NotACheckpointError when `directory` is a file.
     """
     found = find_latest(directory)
     return None if found is None else found.path

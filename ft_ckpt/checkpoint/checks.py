@@ -27,6 +27,7 @@ from ft_ckpt.storage.digests import (
     digest_of_open,
     digest_problem,
     read_record,
+    size_problem,
     unread_problem,
 )
 from ft_ckpt.storage.local_store import LocalStore
@@ -191,7 +192,7 @@ def _size_problem(store: Store, file: FileRecord, found: Stored | None) -> str |
     except CorruptError:
         return f"{file.path}: not a file"
     if size_bytes != file.size_bytes:
-        return f"{file.path}: {size_bytes:,} bytes, expected {file.size_bytes:,}: cut short or overwritten"
+        return f"{file.path}: {size_problem(size_bytes, file.size_bytes)}"
     return None
 
 

@@ -13,11 +13,12 @@ from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE, MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError, listing
 from ft_ckpt.formats.registry import tensor_formats
 from ft_ckpt.messages import did_you_mean, short
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.place import Place, shown_location
 from ft_ckpt.storage.store import Folder, FolderListing, Store, read_text
 
 ACCELERATE_MARKER = "random_states_0.pkl"  # in every folder of Accelerate's `save_state`, and in no other
 CHECKPOINT, RUN, RUNS = "checkpoint", "run", "folder of runs"  # of ft_ckpt
+WITHOUT_WEIGHTS = {"absent", "empty", RUN, RUNS, "Trainer output", "folder of models"}  # but in folders below
 _LOADABLE = (
     "Accelerate",
     "Trainer output",
@@ -55,7 +56,8 @@ class Contents:
 
     def sentence(self, place: object) -> str:
         """The text of an error or answer about `place`: the place, what is there, what to do."""
-        return f"{place}: {self.text}; {self.advice}"
+        shown = shown_location(place.location) if isinstance(place, Place) else place
+        return f"{shown}: {self.text}; {self.advice}"
 
 
 def describe_contents(place: Place) -> Contents:
@@ -146,16 +148,16 @@ def _describe_foreign(store: Store, files: set[str]) -> Contents | None:
         advice = "`saver.resume(path)` and `accelerator.load_state(path)` read it"
         return Contents("Accelerate", "a folder of Accelerate's save_state", advice)
     if "model_index.json" in files:
-        cls = _class_in(_document(store, "model_index.json"), "a pipeline")
+        cls = class_in(document_in(store, "model_index.json"), "a pipeline")
         advice = "`DiffusionPipeline.from_pretrained(path)` loads it"
         return Contents("diffusers pipeline", f"a pipeline of diffusers ({cls}) {_WITHOUT}", advice)
     if {"modules.json", "config_sentence_transformers.json"} <= files:
         text = f"a model of sentence-transformers {_WITHOUT}"
         return Contents("sentence-transformers", text, "`SentenceTransformer(path)` loads it")
     if "adapter_config.json" in files:
-        return _describe_adapter(_document(store, "adapter_config.json"))
+        return _describe_adapter(document_in(store, "adapter_config.json"))
     if "config.json" in files and weights:
-        return _describe_model(_document(store, "config.json"))
+        return _describe_model(document_in(store, "config.json"))
     if any(name.startswith(DIFFUSERS_LORA_FILE) for name in weights):
         advice = "`pipeline.load_lora_weights(path)` loads them"
         return Contents("diffusers LoRA", f"LoRA weights of diffusers {_WITHOUT}", advice, weights)
@@ -172,7 +174,7 @@ def _describe_foreign(store: Store, files: set[str]) -> Contents | None:
 
 
 def _describe_trainer_checkpoint(store: Store) -> Contents:
-    step = _document(store, "trainer_state.json").get("global_step")
+    step = document_in(store, "trainer_state.json").get("global_step")
     at_step = f" of step {step}" if type(step) is int else ""
     text = f"a checkpoint{at_step} of transformers' Trainer {_WITHOUT}"
     advice = "`trainer.train(resume_from_checkpoint=path)` resumes it, `from_pretrained(path)` loads its model"
@@ -187,7 +189,7 @@ def _describe_adapter(config: Mapping[str, Any]) -> Contents:
 
 
 def _describe_model(config: Mapping[str, Any]) -> Contents:
-    cls = _class_in(config, "AutoModel")
+    cls = class_in(config, "AutoModel")
     advice = f"`{cls}.from_pretrained(path)` loads it"
     if "_diffusers_version" in config:
         return Contents("diffusers model", f"a model of diffusers ({cls}) {_WITHOUT}", advice)
@@ -232,17 +234,17 @@ def _weight_names(files: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(name for name in files if name.endswith(endings)))
 
 
-def _class_in(config: Mapping[str, Any], otherwise: str) -> str:
+def class_in(config: Mapping[str, Any], otherwise: str) -> str:
     """The class in a config of transformers or diffusers, if it is the name of one."""
     classes = config.get("architectures")
     cls = classes[0] if isinstance(classes, list) and classes else config.get("_class_name")
     return cls if isinstance(cls, str) and cls.isidentifier() else otherwise
 
 
-def _document(store: Store, name: str) -> Mapping[str, Any]:
-    """The JSON object `name`; empty if it is damaged or too large: the description goes without it."""
+def document_in(store: Store, name: str, max_bytes: int = _MAX_DOCUMENT_BYTES) -> Mapping[str, Any]:
+    """The JSON object `name`; empty if it is missing, damaged or too large: the description goes without it."""
     try:
-        document = json.loads(read_text(store, name, _MAX_DOCUMENT_BYTES))
+        document = json.loads(read_text(store, name, max_bytes))
     except (CheckpointError, ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}

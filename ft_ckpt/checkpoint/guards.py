@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.checkpoint.catalog import load_manifest
+from ft_ckpt.checkpoint.contents import why_no_checkpoint
 from ft_ckpt.checkpoint.leases import (
     LEASE,
     STALE_SECONDS,
@@ -140,7 +141,7 @@ def pin_reason(path: str | os.PathLike[str] | Place) -> str | None:
 
 def _check_committed(store: Store) -> None:
     if store.stat(MANIFEST_NAME) is None:
-        raise NotACheckpointError(f"{store.url}: no {MANIFEST_NAME} in it; pin a checkpoint that `ft-ckpt ls` lists")
+        raise NotACheckpointError(why_no_checkpoint(Place(store)))
 
 
 def _user_name() -> str:

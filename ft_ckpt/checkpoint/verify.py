@@ -55,8 +55,10 @@ def verify_foreign(place: Place) -> VerifyReport:
     names = names or [each.name for each in store.list()]
     weights = [name for name in names if name.endswith(".safetensors")]
     if not weights and not any(name.endswith(_INDEX) for name in names):
-        found = f"no {MANIFEST_NAME} and no safetensors files in it"
-        raise LoadError(f"{place}: {found}; `ft-ckpt show` reads other formats")
+        problem = f"no {MANIFEST_NAME} and no safetensors files in it"
+        if place.is_object:
+            problem = "not a safetensors file, and no checkpoint lists it"
+        raise LoadError(f"{place}: {problem}; `ft-ckpt show` reads other formats")
     tensors: dict[str, set[str]] = {}
     problems: list[str] = []
     for name in weights:
@@ -64,7 +66,7 @@ def verify_foreign(place: Place) -> VerifyReport:
             with closing(store.open(name)) as file:
                 tensors[name] = set(read_header(file))
         except CorruptError as error:  # noqa: PERF203 - one for each file
-            problems.append(f"{name}: {error}")
+            problems.append(str(error) if str(error).startswith(f"{name}: ") else f"{name}: {error}")
     for name in names:
         if name.endswith(".json"):
             problems += _document_problems(store, name, tensors)

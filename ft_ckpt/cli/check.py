@@ -56,27 +56,40 @@ class Finding:
 
 
 def add_check_resume(parser: ArgumentParser) -> None:
-    parser.add_argument("script", metavar="SCRIPT", help="Training script; a path.")
+    parser.add_argument("script", metavar="SCRIPT", help="Path of the training script.")
     parser.add_argument("arguments", metavar="ARGS", nargs=REMAINDER, help="Arguments of the script.")
     parser.add_argument(
-        "--steps", type=bounded(int, 2), default=10, metavar="N", help="Steps to run, 2 or more (default: 10)."
+        "--steps",
+        type=bounded(int, 2),
+        default=10,
+        metavar="N",
+        help="Number of steps to run, 2 or more (default: 10).",
     )
-    parser.add_argument("--stop", type=bounded(int, 1), metavar="N", help="Step to stop after; else half of the steps.")
     parser.add_argument(
-        "--nproc", type=bounded(int, 1), default=1, metavar="N", help="Processes, launched by torchrun (default: 1)."
+        "--stop", type=bounded(int, 1), metavar="N", help="Step to stop after (default: half of the steps)."
+    )
+    parser.add_argument(
+        "--nproc",
+        type=bounded(int, 1),
+        default=1,
+        metavar="N",
+        help="Number of processes, launched by torchrun (default: 1).",
     )
     parser.add_argument("--launch", metavar="COMMAND", help='Launcher, as in "accelerate launch --config_file FILE".')
     parser.add_argument(
-        "--scratch", metavar="FOLDER", help="Folder for three or more checkpoints; else the system's temporary folder."
+        "--scratch",
+        metavar="FOLDER",
+        help="Folder with room for three or more checkpoints (default: the system's temporary folder).",
     )
     add_json(parser)
     parser.set_defaults(run=_check_resume)
 
 
 def _check_resume(options: Namespace) -> int:
-    """Run SCRIPT for some steps, then again with a stop and a resume half-way; exit code 1 if that made a difference.
-    Options come before SCRIPT; those after it are the script's. The script makes a CheckpointSaver, calls resume()
-    before its loop and step(metrics) in it. Checkpoints go to a scratch folder, not to the saver's directory.
+    """Run SCRIPT once without a stop and once with a stop and a resume, and compare batches, metrics and final state
+    bit for bit. The exit code is 1 if they differ. Options come before SCRIPT; those after it are the script's.
+    The script makes a CheckpointSaver, calls resume() before its loop and step(metrics) in it. Checkpoints go to
+    a scratch folder, not to the saver's directory.
     """
     steps, stop = options.steps, options.stop
     if stop is not None and stop >= steps:
@@ -113,7 +126,7 @@ def rehearse_script(command: Sequence[str], room: Path, steps: int, stop: int) -
 def _launch_command(words: Sequence[str], nproc: int, launch: str | None) -> list[str]:
     if not open_place(words[0]).is_object:
         raise ConfigError(
-            f"check-resume: {words[0]}: no such file, expected a SCRIPT; see `ft-ckpt check-resume --help`"
+            f"check-resume: {words[0]}: no file, expected a training script; see `ft-ckpt check-resume --help`"
         )
     if launch and nproc > 1:
         raise ConfigError("check-resume: --launch and --nproc: expected one of them; the launcher has its own option")

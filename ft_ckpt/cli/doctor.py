@@ -59,14 +59,14 @@ class PlaceReport:
 
 def add_doctor(parser: ArgumentParser) -> None:
     parser.add_argument("place", metavar="PLACE", help="Folder, or URL of a bucket.")
-    parser.add_argument("--size", default="64MB", help="Bytes to write and read for the speed (default: 64MB).")
+    parser.add_argument("--size", default="64MB", help="Bytes to write and read to measure the speed (default: 64MB).")
     add_json(parser)
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(options: Namespace) -> int:
-    """Test the folder or bucket PLACE for everything that saves rely on, and its speed; exit code 1 if saves are not
-    safe there. All files have a hidden name and are deleted afterwards.
+    """Test whether the folder or bucket PLACE supports all operations that saves need, and measure its speed. The exit
+    code is 1 if saves are not safe there. The test files have hidden names and are deleted.
     """
     report = examine_place(options.place, parse_size(options.size))
     if options.as_json:
@@ -81,7 +81,8 @@ def examine_place(location: str, size_bytes: int) -> PlaceReport:
     place = open_place(location)
     store = place.folder
     if isinstance(store, LocalStore) and not place.is_folder:
-        raise TargetError(f"{place}: no such folder; make it first")
+        problem = "a file, expected a folder" if place.is_object else "no such folder; make it first"
+        raise TargetError(f"{place}: {problem}")
     mount = mount_of(store.folder) if isinstance(store, LocalStore) else None
     abilities, speed = try_place(store), None
     with suppress(CheckpointError):  # the abilities say why

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ft_ckpt.cli import views
 from ft_ckpt.cli.files import print_conversion, refuse_existing
 from ft_ckpt.cli.options import add_force, add_json, bounded, one_of, print_lines
+from ft_ckpt.cli.show import followed_run
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.storage.place import shown_location
 
@@ -19,45 +20,52 @@ _IN_FLIGHT = ("wait", "keep", "abort")
 
 
 def add_publish(parser: ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint, as a path or URL; with --follow, a run.")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint: a path or URL; with --follow, a run.")
     parser.add_argument(
         "urls", metavar="URL", nargs="+",
-        help="Address of a server, as in http://127.0.0.1:8000; with --delta, the folder or URL of a chain.",
+        help="Address of a server, as in http://127.0.0.1:8000; with --delta, the folder or URL of a chain of deltas.",
     )  # fmt: skip
     parser.add_argument(
         "--name",
-        help="Name of the adapter on the server, before the @; else the run's folder, and the part of several.",
+        help="Name of the adapter on the servers (default: that of the run's folder).",
     )
-    parser.add_argument("--version", help="The version; else by step and manifest.")
+    parser.add_argument("--version", help="Name of the version (default: from step and manifest).")
     kinds = ("auto", "adapter", "weights")
     parser.add_argument(
-        "--as", type=one_of(*kinds), metavar="|".join(kinds), default="auto", dest="kind", help="Content to publish."
+        "--as",
+        type=one_of(*kinds),
+        metavar="|".join(kinds),
+        default="auto",
+        dest="kind",
+        help="What to publish (default: auto).",
     )
-    parser.add_argument("--part", metavar="NAME", help="One of several parts of the checkpoint.")
+    parser.add_argument("--part", metavar="NAME", help="Part of the checkpoint to publish.")
     parser.add_argument(
         "--visible-at", action="append", metavar="LOCAL=SERVER", default=[],
-        help="Path at which the servers see a folder of this machine; may be repeated.",
+        help="The servers see the folder LOCAL at the path SERVER; may be repeated.",
     )  # fmt: skip
-    parser.add_argument("--stage", metavar="FOLDER", help="Folder that servers see, for one in a bucket.")
+    parser.add_argument("--stage", metavar="FOLDER", help="Folder that the servers see, for a checkpoint in a bucket.")
     parser.add_argument(
         "--keep",
         type=bounded(int, 0),
         default=2,
         metavar="N",
-        help="Older versions of an adapter to keep (default: 2).",
+        help="Number of older versions of an adapter to keep loaded (default: 2).",
     )
     parser.add_argument(
         "--in-flight", type=one_of(*_IN_FLIGHT), metavar="|".join(_IN_FLIGHT), default="wait",
-        help="Requests that are running while weights are replaced (default: wait).",
+        help="What happens to running requests while weights are replaced (default: wait).",
     )  # fmt: skip
     parser.add_argument(
         "--check", type=one_of("all", "listed"), metavar="all|listed", default="all",
-        help="What to compare (default: all).",
+        help="all: compare digests and answers; listed: only ask whether it is loaded (default: all).",
     )  # fmt: skip
-    parser.add_argument("--base", help="Base of the adapter: compare the answers with those of transformers and PEFT.")
+    parser.add_argument(
+        "--base", help="Base of the adapter: also compare the answers with those of transformers and PEFT."
+    )
     parser.add_argument(
         "--header", action="append", metavar="NAME=VALUE", default=[],
-        help="Header of each request; FT_CKPT_ENGINE_TOKEN is sent as a bearer token without it.",
+        help="Header of each request. For a bearer token, set FT_CKPT_ENGINE_TOKEN instead.",
     )  # fmt: skip
     parser.add_argument(
         "--timeout",
@@ -66,14 +74,19 @@ def add_publish(parser: ArgumentParser) -> None:
         metavar="SECONDS",
         help="Timeout of a request (default: 300).",
     )
-    parser.add_argument("--delta", action="store_true", help="Append to a chain the elements that have changed.")
+    parser.add_argument("--delta", action="store_true", help="Append the changed elements to a chain of deltas.")
     parser.add_argument(
         "--anchor-every", type=bounded(int, 1), default=10, metavar="N",
-        help="Of a chain, the entries from which the next has all elements (default: 10).",
+        help="With --delta: write all elements in every Nth entry (default: 10).",
     )  # fmt: skip
-    parser.add_argument("--follow", action="store_true", help="Publish each new checkpoint of a run, until a signal.")
     parser.add_argument(
-        "--idle", type=bounded(float, 0), metavar="SECONDS", help="End --follow after so long without a new one."
+        "--follow", action="store_true", help="Publish each new checkpoint of a run until SIGINT or SIGTERM."
+    )
+    parser.add_argument(
+        "--idle",
+        type=bounded(float, 0),
+        metavar="SECONDS",
+        help="With --follow: end after this time without a new checkpoint.",
     )
     add_json(parser)
     parser.set_defaults(run=_publish)
@@ -87,8 +100,9 @@ def _pairs(option: str, given: list[str]) -> dict[str, str]:
 
 
 def _publish(options: Namespace) -> None:
-    """Load CHECKPOINT into the running servers of vLLM or SGLang at the URLs, all or none, and check what they hold.
-    With --follow, each new newest checkpoint of a run; with --delta, append it to a chain that others rebuild it from.
+    """Load CHECKPOINT into the running vLLM or SGLang servers at the URLs, and check that they serve it. If one fails,
+    all keep the previous version. With --follow, each new checkpoint of a run is published. With --delta, the
+    checkpoint is appended to a chain of deltas, from which other machines rebuild it.
     """
     from ft_ckpt.engines.follow import follow_run
     from ft_ckpt.engines.options import PublishOptions, stage_folder
@@ -104,7 +118,7 @@ def _publish(options: Namespace) -> None:
         _print_report(publish_with(options.checkpoint, options.urls, how), as_json=options.as_json)
         return
     follow_run(
-        options.checkpoint, options.urls, how, idle_seconds=options.idle,
+        followed_run(options.checkpoint), options.urls, how, idle_seconds=options.idle,
         on_published=lambda report: _print_report(report, as_json=options.as_json), on_trouble=_print_trouble,
     )  # fmt: skip
 
@@ -140,11 +154,11 @@ def _print_report(report: "PublishReport", *, as_json: bool) -> None:
 
 
 def add_export(parser: ArgumentParser) -> None:
-    parser.add_argument("adapter", metavar="ADAPTER", help="Adapter, or checkpoint with one.")
-    parser.add_argument("target", metavar="OUT", help="Folder to write.")
+    parser.add_argument("adapter", metavar="ADAPTER", help="Adapter, or a checkpoint with one.")
+    parser.add_argument("target", metavar="OUT", help="Folder to write to.")
     parser.add_argument(
         "--for", type=one_of(*_ENGINES), metavar="|".join(_ENGINES), required=True, dest="engine",
-        help="The engine that is to read it.",
+        help="Engine that will load the adapter.",
     )  # fmt: skip
     add_force(parser)
     add_json(parser)
@@ -152,7 +166,7 @@ def add_export(parser: ArgumentParser) -> None:
 
 
 def _export(options: Namespace) -> None:
-    """Write ADAPTER to the folder OUT with one rank and one scale, as every version of the engine reads it."""
+    """Write ADAPTER to the folder OUT in the form that every version of the engine reads: one rank, one scale."""
     refuse_existing(options.target, options.force)
     from ft_ckpt.engines.export import export
 
@@ -162,16 +176,22 @@ def _export(options: Namespace) -> None:
 
 def add_check_for(parser: ArgumentParser) -> None:
     parser.add_argument("engine", metavar="ENGINE", type=one_of(*_ENGINES), help="vllm or sglang.")
-    parser.add_argument("folder", metavar="FOLDER", help="Adapter or model, as a path or URL.")
+    parser.add_argument("folder", metavar="FOLDER", help="Adapter or model: a path or URL.")
     parser.add_argument(
-        "--max-lora-rank", type=bounded(int, 1), default=16, metavar="N", help="Of the server (default: 16)."
+        "--max-lora-rank",
+        type=bounded(int, 1),
+        default=16,
+        metavar="N",
+        help="Value of --max-lora-rank of the server (default: 16).",
     )
     add_json(parser)
     parser.set_defaults(run=_check_for)
 
 
 def _check_for(options: Namespace) -> int:
-    """List what ENGINE would refuse, drop or misread of FOLDER, without a server. Exit code 1 if there is anything."""
+    """List what ENGINE would refuse, ignore or misread in FOLDER. No server is needed. The exit code is 1 if there is
+    anything.
+    """
     from ft_ckpt.engines.preflight import check_for
 
     found = check_for(options.engine, options.folder, max_lora_rank=options.max_lora_rank)

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.cli import views
+from ft_ckpt.cli.describe import facts_of_folder
 from ft_ckpt.cli.options import add_force, add_json, bounded, print_lines
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import TargetError
@@ -25,29 +26,33 @@ _HERE = "\0"  # key in a node of the tree: full name of the tensor at this node
 
 def _add_output_options(parser: ArgumentParser) -> None:
     formats = ", ".join(known.name for known in written_formats())
-    parser.add_argument("--format", help=f"One of {formats}; else by suffix.")
-    parser.add_argument("--dtype", help="Cast floating-point tensors to float64, float32, bfloat16, float16.")
-    parser.add_argument("--max-shard-size", metavar="SIZE", help='Largest weight file of a folder, as in "5GB".')
+    parser.add_argument("--format", help=f"Format: {formats} (default: by the suffix).")
+    parser.add_argument("--dtype", help="Cast floats to float64, float32, bfloat16 or float16.")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help='Maximum size of a weight file, as in "5GB".')
     add_force(parser)
     add_json(parser)
 
 
 def _add_verify(parser: ArgumentParser) -> None:
-    parser.add_argument("--verify", action="store_true", help="Read the result back and compare it, bit for bit.")
+    parser.add_argument("--verify", action="store_true", help="Read the result back and compare it bit for bit.")
 
 
 def add_convert(parser: ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help="File, checkpoint or folder with weights.")
-    parser.add_argument("target", metavar="DST", help="File with its format's suffix, or folder.")
-    parser.add_argument("--map", metavar="FILE", help='File of lines "old new", or JSON; * at the end of both.')
-    parser.add_argument("--shards", metavar="FILE", help='File of lines "pattern shard": TensorFlow checkpoints.')
+    parser.add_argument("source", metavar="SRC", help="Checkpoint, model folder or weight file.")
+    parser.add_argument("target", metavar="DST", help="File to write, with the suffix of its format, or folder.")
+    parser.add_argument(
+        "--map", metavar="FILE", help='Rename tensors: a file of lines "old new", or JSON; both may end in *.'
+    )
+    parser.add_argument("--shards", metavar="FILE", help='For TensorFlow: a file of lines "pattern shard".')
     _add_verify(parser)
     _add_output_options(parser)
     parser.set_defaults(run=_convert)
 
 
 def _convert(options: Namespace) -> None:
-    """Write the weights of SRC to DST in another format; DST is a file with its format's suffix, or a folder."""
+    """Write the weights of SRC to DST in another format or dtype. DST is a file with the suffix of its format, or a
+    folder.
+    """
     refuse_existing(options.target, options.force)
     from ft_ckpt.model.convert import convert
 
@@ -75,11 +80,14 @@ def show_file(source: Place, *, as_json: bool) -> None:
         specs, ties = dict(file.specs), dict(getattr(file, "ties", {}))
         skipped = list(getattr(file, "skipped", ()))
     size = sum(spec.size_bytes for spec in specs.values())
+    model = facts_of_folder(source.folder, ((spec.dtype, spec.shape) for spec in specs.values()))
     if as_json:
         tensors = [{**spec._asdict(), "bytes": spec.size_bytes} for spec in specs.values()]
-        views.print_json({"path": str(source), "bytes": size, "tensors": tensors, "ties": ties, "others": skipped})
+        document = {"path": str(source), "bytes": size, "tensors": tensors, "ties": ties, "others": skipped}
+        views.print_json({**document, "model": model})
         return
-    print_lines(f"{source}: {len(specs)} tensors, {human_size(size)}")
+    print_lines(f"{source}: {model.headline()}", *(f"  {line}" for line in model.details()))
+    print_lines(f"  {views.count_of(len(specs), 'tensor')}, {human_size(size)}", "")
     views.print_table(("tensor", "shape", "dtype", "size"), _tensor_rows(specs, ties))
     for other in skipped:
         print_lines(f"  {other}")
@@ -134,22 +142,22 @@ _HEADS = ("changed", "largest", "mean", "relative")
 
 
 def add_diff(parser: ArgumentParser) -> None:
-    parser.add_argument("one", metavar="A", help="File, checkpoint or folder with weights.")
-    parser.add_argument("other", metavar="B", help="Another one.")
+    parser.add_argument("one", metavar="A", help="Checkpoint, model folder or weight file.")
+    parser.add_argument("other", metavar="B", help="The one to compare it with.")
     parser.add_argument(
         "--top",
         type=bounded(int, 0),
         default=20,
         metavar="N",
-        help="Layers, and tensors, to list; 0 for all (default: 20).",
+        help="Number of layers and of tensors to list; 0 lists all (default: 20).",
     )
     add_json(parser)
     parser.set_defaults(run=_diff)
 
 
 def _diff(options: Namespace) -> int:
-    """Compare the files, checkpoints or folders A and B: what changed, by how much, in which layers, and which settings
-    that change the output differ. Exit code 1 if they differ.
+    """Compare the tensors of A and B: which changed, by how much, in which layers. Settings that affect the output are
+    compared, too. The exit code is 1 if they differ.
     """
     one, other, top = options.one, options.other, options.top
     from ft_ckpt.checkpoint.open_checkpoint import hold_open
@@ -236,22 +244,28 @@ _KEPT_BYTES = 1 << 30
 
 
 def add_merge(parser: ArgumentParser) -> None:
-    parser.add_argument("source", metavar="ADAPTER", help="Adapter, or checkpoint with one.")
-    parser.add_argument("target", metavar="OUT", help="Folder to write.")
-    parser.add_argument("--base", help="Folder of the base; else the one the adapter names, if it is here.")
-    parser.add_argument("--adapter", action="append", metavar="NAME", help="One of several, by name; may be repeated.")
-    parser.add_argument("--weights", help='A number for each adapter, as in "0.7,0.3".')
+    parser.add_argument("source", metavar="ADAPTER", help="Adapter, or a checkpoint with adapters.")
+    parser.add_argument("target", metavar="OUT", help="Folder to write the merged model to.")
+    parser.add_argument("--base", help="Folder of the base model (default: the one that the adapter names).")
     parser.add_argument(
-        "--check", action="store_true", help="Compare the logits of both models before OUT is committed."
+        "--adapter", action="append", metavar="NAME", help="Merge only the adapter of this name; may be repeated."
     )
-    parser.add_argument("--any-base", action="store_true", help="Do not compare the base with the one trained on.")
-    parser.add_argument("--dequantize", action="store_true", help="Merge into a quantised base as it is, dequantised.")
+    parser.add_argument("--weights", help='Weight of each adapter, as in "0.7,0.3".')
+    parser.add_argument("--check", action="store_true", help="Compare the logits of both models before OUT is written.")
+    parser.add_argument(
+        "--any-base", action="store_true", help="Skip the check that the base is the one of the training."
+    )
+    parser.add_argument(
+        "--dequantize", action="store_true", help="Merge into a quantised base, and write it dequantised."
+    )
     _add_output_options(parser)
     parser.set_defaults(run=_merge)
 
 
 def _merge(options: Namespace) -> None:
-    """Write the base with ADAPTER merged into it to the folder OUT, layer by layer: in float32, rounded once."""
+    """Merge ADAPTER into its base model and write the result to the folder OUT. It is computed layer by layer in
+    float32 and rounded once.
+    """
     refuse_existing(options.target, options.force)
     _keep_freed_memory()
     from ft_ckpt.model.average import parse_weights
@@ -275,17 +289,21 @@ def _keep_freed_memory() -> None:
 
 
 def add_average(parser: ArgumentParser) -> None:
-    parser.add_argument("sources", metavar="A", nargs="+", help="Checkpoints; with --last, the folder of one run.")
+    parser.add_argument("sources", metavar="A", nargs="+", help="Checkpoints; with --last, the folder of a run.")
     parser.add_argument("target", metavar="OUT", help="File or folder to write.")
-    parser.add_argument("--weights", help='A number for each source, as in "1,2,1"; else all count alike.')
-    parser.add_argument("--last", type=bounded(int, 1), metavar="N", help="Of one RUN, its N newest valid checkpoints.")
+    parser.add_argument("--weights", help='Weight of each checkpoint, as in "1,2,1" (default: equal).')
+    parser.add_argument(
+        "--last", type=bounded(int, 1), metavar="N", help="Average the N newest valid checkpoints of a run."
+    )
     _add_verify(parser)
     _add_output_options(parser)
     parser.set_defaults(run=_average)
 
 
 def _average(options: Namespace) -> None:
-    """Write the average of the checkpoints A, B, ... to OUT: in float32, rounded once; of adapters factor by factor."""
+    """Write the average of the weights of the checkpoints A, B, ... to OUT. It is computed in float32 and rounded once;
+    adapters are averaged factor by factor.
+    """
     refuse_existing(options.target, options.force)
     from ft_ckpt.model.average import average, parse_weights
 

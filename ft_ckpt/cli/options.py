@@ -17,17 +17,17 @@ from ft_ckpt.messages import expected_one_of, printable
 
 def add_json(parser: ArgumentParser) -> None:
     """Declare --json, as `as_json`."""
-    parser.add_argument("--json", action="store_true", dest="as_json", help="Print JSON.")
+    parser.add_argument("--json", action="store_true", dest="as_json", help="Print the result as JSON.")
 
 
 def add_force(parser: ArgumentParser) -> None:
     """Declare --force."""
-    parser.add_argument("--force", action="store_true", help="Replace what is there already.")
+    parser.add_argument("--force", action="store_true", help="Replace existing files.")
 
 
 def add_dry_run(parser: ArgumentParser) -> None:
     """Declare --dry-run."""
-    parser.add_argument("--dry-run", action="store_true", help="Print what would be done, and do nothing.")
+    parser.add_argument("--dry-run", action="store_true", help="Print what would be done; change nothing.")
 
 
 def one_of(*choices: str) -> Callable[[str], str]:

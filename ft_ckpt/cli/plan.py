@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ft_ckpt.checkpoint import catalog
 from ft_ckpt.checkpoint.checks import stored_bytes
+from ft_ckpt.checkpoint.contents import describe_contents, why_no_checkpoint
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.config import human_size, parse_size
@@ -97,29 +98,45 @@ class IntervalRow:
 
 
 def add_plan(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", nargs="?", help="Checkpoint, run or model of the planned size.")
-    parser.add_argument("--model-size", metavar="SIZE", help='Size of a checkpoint, as in "2GB"; else that of FOLDER.')
-    parser.add_argument("--step-time", metavar="TIME", help='Time of a training step, as in "1.2" (seconds) or "2min".')
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", help="Checkpoint, run or model of the same size.")
     parser.add_argument(
-        "--save-time", metavar="TIME", help="Time that a save delays training; else measured by writing here."
+        "--model-size", metavar="SIZE", help='Size of a checkpoint, as in "2GB" (default: that of FOLDER).'
+    )
+    parser.add_argument(
+        "--step-time", metavar="TIME", help='Duration of a training step, as in "1.2" (seconds) or "2min".'
+    )
+    parser.add_argument(
+        "--save-time", metavar="TIME", help="Time that a save delays training (default: measured by writing to FOLDER)."
     )
     parser.add_argument("--mtbf", metavar="TIME", help='Mean time between failures of one node, as in "30d".')
     parser.add_argument(
         "--nodes", type=bounded(int, 1), default=1, metavar="N",
-        help="Nodes of the run; a failure of any of them stops it (default: 1).",
+        help="Number of nodes; a failure of any of them stops the run (default: 1).",
     )  # fmt: skip
     parser.add_argument(
-        "--restart-time", default="5min", metavar="TIME", help="Time from a failure to the next step (default: 5min)."
+        "--restart-time",
+        default="5min",
+        metavar="TIME",
+        help="Time from a failure to the first step after it (default: 5min).",
     )
     parser.add_argument(
-        "--last", "--keep-last", type=bounded(int, 1), dest="keep_last", metavar="N", help="Checkpoints kept; else all."
+        "--last",
+        "--keep-last",
+        type=bounded(int, 1),
+        dest="keep_last",
+        metavar="N",
+        help="Number of checkpoints that are kept (default: all).",
     )
     parser.add_argument(
-        "--hours", type=bounded(float, 0.01), default=24.0, metavar="N", help="Length of the run (default: 24)."
+        "--hours",
+        type=bounded(float, 0.01),
+        default=24.0,
+        metavar="N",
+        help="Length of the run in hours (default: 24).",
     )
     parser.add_argument(
         "--max-overhead", type=bounded(float, 0.001, 1), default=0.05, metavar="FRACTION",
-        help="Fraction of the time that saving may take (default: 0.05).",
+        help="Maximum fraction of the time for saving (default: 0.05).",
     )  # fmt: skip
     parser.add_argument("--plot", metavar="FILE", help="Draw the cost curve into this .png, .svg or .pdf file.")
     add_json(parser)
@@ -127,10 +144,12 @@ def add_plan(parser: ArgumentParser) -> None:
 
 
 def _plan(options: Namespace) -> None:
-    """Compare save intervals of a run that fails now and then; FOLDER is a checkpoint or a run like it."""
+    """Find out how often a run should save: a table of intervals with the time that saving takes and the time that
+    failures cost. FOLDER is a checkpoint, run or model of the same size.
+    """
     folder = None if options.folder is None else open_place(options.folder)
     if folder and not folder.is_folder:
-        raise NotACheckpointError(f"{folder}: no such folder; give a checkpoint, a run or a model")
+        raise NotACheckpointError(why_no_checkpoint(folder))
     model_size, step_time, save_time, mtbf = options.model_size, options.step_time, options.save_time, options.mtbf
     size_of = model_size or save_time or folder
     needs = {"--step-time": step_time, "--mtbf": mtbf, "--model-size, --save-time or FOLDER": size_of}
@@ -232,7 +251,7 @@ def _folder_bytes(folder: Place) -> int:
         return stored_bytes(found[-1].store, found[-1].manifest)
     size = sum(each.size_bytes for each in folder.folder.list_folder().objects)
     if not size:
-        raise NotACheckpointError(f"{folder}: neither checkpoints nor files in it; give --model-size")
+        raise NotACheckpointError(f"{folder}: {describe_contents(folder).text}; give a model, or --model-size")
     return size
 
 

@@ -4,13 +4,15 @@ import re
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 
-from ft_ckpt.checkpoint import catalog, guards
+from ft_ckpt.checkpoint import guards
+from ft_ckpt.checkpoint.contents import why_no_checkpoint
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.prune import PruneReport, prune_run
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_dry_run, add_json, bounded, print_lines
 from ft_ckpt.cli.show import run_checkpoints_in, run_folder
 from ft_ckpt.config import human_size
-from ft_ckpt.errors import ConfigError, TargetError, listing
+from ft_ckpt.errors import ConfigError, NotACheckpointError, TargetError, listing
 from ft_ckpt.retention import Best, Keep
 from ft_ckpt.storage.place import Place, location_name, open_place
 
@@ -18,27 +20,34 @@ from ft_ckpt.storage.place import Place, location_name, open_place
 def add_prune(parser: ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN", help="Folder of the run.")
     rules = {
-        ("--last", "--keep-last"): "Keep the newest N.",
-        ("--every",): "Keep each whose step is a multiple of N.",
-        ("--hourly",): "Keep the newest of each of the last N hours that have one.",
-        ("--daily",): "The same for days.",
-        ("--weekly",): "The same for weeks.",
-        ("--state-last",): "Keep the training state of the newest N only.",
-        ("--state-every",): "And of each whose step is a multiple of N.",
+        ("--last", "--keep-last"): "Keep the newest N checkpoints.",
+        ("--every",): "Keep every checkpoint whose step is a multiple of N.",
+        ("--hourly",): "Keep the newest of each of the last N hours with a checkpoint.",
+        ("--daily",): "Keep the newest of each of the last N days with a checkpoint.",
+        ("--weekly",): "Keep the newest of each of the last N weeks with a checkpoint.",
+        ("--state-last",): "Keep the training state of the newest N; delete it elsewhere.",
+        ("--state-every",): "Also keep the training state at steps that are multiples of N.",
     }
     for names, effect in rules.items():
         parser.add_argument(*names, type=bounded(int, 1), metavar="N", help=effect)
     parser.add_argument(
-        "--best", action="append", default=[], help='Keep the best by a metric, as in "loss:min:2"; may be repeated.'
+        "--best",
+        action="append",
+        default=[],
+        help='Keep the best by a metric, as in "loss:min" or "loss:min:2"; may be repeated.',
     )
-    parser.add_argument("--run", dest="run_id", help='Only of the run with this id; "all" for every run in the folder.')
+    parser.add_argument(
+        "--run", dest="run_id", help='Apply the rules to the run of this id, or to "all" runs in the folder.'
+    )
     add_dry_run(parser)
     add_json(parser)
     parser.set_defaults(run=_prune)
 
 
 def _prune(options: Namespace) -> None:
-    """Delete the checkpoints of the folder RUN that no rule keeps; never the newest, pinned ones, or those in use."""
+    """Delete the checkpoints in the folder RUN that no rule keeps. The newest valid checkpoint, pinned ones and those
+    in use always stay.
+    """
     root = run_folder(options.run_folder)
     state = Keep(last=options.state_last, every_steps=options.state_every)
     keep = Keep(
@@ -61,12 +70,12 @@ def _prune(options: Namespace) -> None:
 
 def add_pin(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="Checkpoint.")
-    parser.add_argument("--reason", default="", help="Shown by `ft-ckpt prune` and in the report.")
+    parser.add_argument("--reason", default="", help="Text that ls, prune and report show.")
     parser.set_defaults(run=_pin)
 
 
 def _pin(options: Namespace) -> None:
-    """Keep the checkpoint PATH whatever any rule says, until it is unpinned."""
+    """Protect the checkpoint PATH from deletion until it is unpinned."""
     path = open_place(options.path)
     guards.pin(path, options.reason)
     print_lines(f"{path}: {guards.pin_reason(path)}")
@@ -78,9 +87,10 @@ def add_unpin(parser: ArgumentParser) -> None:
 
 
 def _unpin(options: Namespace) -> int:
-    """Let the rules decide about the checkpoint PATH again; exit code 1 if it was not pinned."""
+    """End the protection of the checkpoint PATH. The exit code is 1 if it was not pinned."""
     path = open_place(options.path)
-    catalog.read_manifest(path)
+    if path.folder.stat(MANIFEST_NAME) is None:
+        raise NotACheckpointError(why_no_checkpoint(path))
     was_pinned = guards.unpin(path)
     print_lines(f"{path}: {'no longer pinned' if was_pinned else 'was not pinned'}")
     return 0 if was_pinned else 1
@@ -95,7 +105,6 @@ def _best_rule_of(text: str) -> Best:
 
 def _run_id(root: Place, asked: str | None) -> str | None:
     """The id of the run to prune; None for all. Raises ConfigError for an unknown id, or for several runs without one.
-
     Checkpoints without a run id (exported weights, averages) belong to no run, unless there are no others.
     """
     found = Counter(info.manifest.run_id for info in run_checkpoints_in(root) if not info.manifest.export)

@@ -29,7 +29,7 @@ from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError, da
 from ft_ckpt.messages import printable
 from ft_ckpt.model.convert import open_source
 from ft_ckpt.model.diff import by_layer, compare_files
-from ft_ckpt.retention import Keep, plan_pruning
+from ft_ckpt.retention import keep_from_record, plan_pruning
 from ft_ckpt.schedule import LoggedSave, log_from_json
 from ft_ckpt.storage.frozen_view import hold_listed
 from ft_ckpt.storage.local_disk import local_path
@@ -239,7 +239,7 @@ def gather_facts(run: Path | Place, metrics: Sequence[str], *, comparisons: int)
     document = _newest_document(infos, notes)
     with damaged_input(f"{run}: what its newest training state says of the run"):
         held = survey_run(run) if infos else []
-        kept = plan_pruning(held, _rules_from(document.get("keep")), document.get("run_id")).keep
+        kept = plan_pruning(held, keep_from_record(document.get("keep")), document.get("run_id")).keep
         saves = log_from_json((document.get("history") or {}).get("saves", ()))
     checkpoints = tuple(_kept_checkpoints(infos, kept))
     pairs = list(itertools.pairwise(info for info in infos if not info.manifest.made_from))
@@ -257,12 +257,6 @@ def _newest_document(infos: Sequence[CheckpointInfo], notes: list[str]) -> Mappi
                 notes.append(str(error))
     notes.append("no checkpoint has a training state, so times of saves and deleted checkpoints are unknown")
     return {}
-
-
-def _rules_from(rules: Mapping[str, Any] | None) -> Keep:
-    if rules is None:
-        return Keep()
-    return Keep(**{**rules, "state": None if rules["state"] is None else _rules_from(rules["state"])})
 
 
 def _kept_checkpoints(

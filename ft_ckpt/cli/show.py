@@ -1,17 +1,34 @@
 """The commands `ls`, `latest`, `best`, `show` and `verify`."""
 
+import math
+import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
-from ft_ckpt.checkpoint import catalog, verify
+from ft_ckpt.checkpoint import catalog, guards, verify
 from ft_ckpt.checkpoint.catalog import CheckpointInfo
-from ft_ckpt.checkpoint.contents import why_no_checkpoint
+from ft_ckpt.checkpoint.checks import stored_bytes
+from ft_ckpt.checkpoint.contents import (
+    CHECKPOINT,
+    RUN,
+    RUNS,
+    WITHOUT_WEIGHTS,
+    Contents,
+    describe_contents,
+    why_no_checkpoint,
+)
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.prune import survey_run
 from ft_ckpt.checkpoint.signature import SignedBy
 from ft_ckpt.checkpoint.verify import verify_listed
 from ft_ckpt.cli import views
-from ft_ckpt.cli.options import add_json
-from ft_ckpt.errors import ConfigError, ManifestError, NotACheckpointError, UnreadableError
-from ft_ckpt.retention import name_metrics
+from ft_ckpt.cli.describe import rules_of_run
+from ft_ckpt.cli.options import add_json, print_lines
+from ft_ckpt.errors import CheckpointError, ConfigError, ManifestError, NotACheckpointError, UnreadableError
+from ft_ckpt.retention import name_metrics, plan_pruning
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store
 
@@ -19,35 +36,110 @@ _UNCHECKED = "; headers and indexes are consistent, values were not compared"
 
 
 def run_folder(location: str) -> Place:
-    """The folder of a run. Raises NotACheckpointError when it does not exist."""
+    """The folder of a run. Raises NotACheckpointError when it does not exist, or is a file."""
     run = open_place(location)
     if not run.is_folder:
-        raise NotACheckpointError(f"{run}: no such folder; give one that holds checkpoints")
+        raise NotACheckpointError(why_no_checkpoint(run))
     return run
 
 
 def run_checkpoints_in(run: Place) -> list[CheckpointInfo]:
-    """The checkpoints of a run. Raises NotACheckpointError when the folder is a checkpoint itself."""
+    """The checkpoints of a run; none of an empty folder. Raises NotACheckpointError for other contents."""
     infos = catalog.run_checkpoints(run)
     if not infos and run.folder.stat(MANIFEST_NAME) is not None:
         raise NotACheckpointError(f"{run}: a checkpoint, expected the folder of a run; `ft-ckpt show` shows one")
+    if not infos:
+        contents = describe_contents(run)
+        if contents.kind != "empty":
+            raise NotACheckpointError(contents.sentence(run))
     return infos
+
+
+def followed_run(location: str) -> Place:
+    """The folder of a run to wait for. Raises NotACheckpointError if it is a file, or holds no run's checkpoints."""
+    run = open_place(location)
+    contents = describe_contents(run)
+    if contents.kind not in (RUN, "absent", "empty", "other"):
+        raise NotACheckpointError(contents.sentence(run))
+    return run
 
 
 def add_ls(parser: ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN", help="Folder of the run.")
-    parser.add_argument("--metrics", action="store_true", help="Show all metrics; else the two most important.")
+    parser.add_argument("--metrics", action="store_true", help="Show all metrics (default: the two most important).")
     add_json(parser)
     parser.set_defaults(run=_ls)
 
 
 def _ls(options: Namespace) -> None:
-    """List the checkpoints of the folder RUN, oldest first."""
+    """List the checkpoints of the folder RUN, oldest first; of any other folder, say what it contains."""
     run = run_folder(options.run_folder)
     infos = catalog.discover(run)
-    rows = [views.checkpoint_row(info, catalog.verify(info.place, deep=False)) for info in infos]
+    if not infos:
+        contents = describe_contents(run)
+        views.show_contents(contents, run, _rows_of_contents(run, contents), as_json=options.as_json)
+        return
+    reports = {info.path: catalog.verify(info.place, deep=False) for info in infos}
+    kept = _reasons_to_keep(run, infos)
+    best = _best_of_runs(info for info in infos if reports[info.path].ok)
+    rows = []
+    for info in infos:
+        path = info.path
+        rows.append(views.checkpoint_row(info, reports[path], kept.get(path, ()), best.get(path, ())))
     metrics = views.ranked_metrics(infos)[: None if options.metrics else 2]
-    views.show_run(run, rows, metrics, as_json=options.as_json)
+    views.show_run(rows, metrics, as_json=options.as_json)
+
+
+def _rows_of_contents(place: Place, contents: Contents) -> list[dict[str, Any]]:
+    """A row for each run, checkpoint or model in a folder that is no run, or one for all of it."""
+    if contents.kind == "empty":
+        return []
+    if contents.kind in (CHECKPOINT, "weights") or not contents.names:
+        return [_row_of(place, contents)]
+    inside = [Place(place.folder.within(name)) for name in contents.names]
+    return [_row_of(each, describe_contents(each)) for each in inside]
+
+
+def _row_of(place: Place, contents: Contents) -> dict[str, Any]:
+    row: dict[str, Any] = {"path": str(place), "kind": contents.kind, "contents": contents.text}
+    row["advice"] = contents.advice
+    if contents.kind == RUN:
+        infos = catalog.run_checkpoints(place)
+        newest = infos[-1].manifest if infos else None
+        row["checkpoints"] = len(infos)
+        row["step"] = None if newest is None else newest.step
+        row["created"] = None if newest is None else newest.created
+        row["bytes"] = sum(stored_bytes(info.store, info.manifest) for info in infos)
+    return row
+
+
+def _reasons_to_keep(run: Place, infos: Sequence[CheckpointInfo]) -> Mapping[Path | str, tuple[str, ...]]:
+    """Why the rules of the run keep each checkpoint; where it has no rules, only which are pinned."""
+    rules = rules_of_run(infos)
+    if rules is not None and (rules.has_rules or rules.state is not None):
+        with suppress(CheckpointError):  # a manifest cannot be read now: `discover` has warned of it
+            return plan_pruning(survey_run(run), rules).keep
+    reasons = {info.path: guards.pin_reason(info.place) for info in infos}
+    return {path: (reason,) for path, reason in reasons.items() if reason is not None}
+
+
+def _best_of_runs(infos: Iterable[CheckpointInfo]) -> Mapping[Path | str, list[str]]:
+    """The metrics by which a checkpoint is the best of its run, by those that the run ranks by."""
+    best: dict[tuple[str | None, str], CheckpointInfo] = {}
+    for info in infos:
+        for metric, mode in info.manifest.rankings.items():
+            value = info.metrics.get(metric, math.nan)
+            if math.isnan(value) or info.manifest.made_from:
+                continue
+            key = (info.manifest.run_id, metric)
+            leader = best.get(key)
+            sign = 1 if mode == "min" else -1
+            if leader is None or sign * value < sign * leader.metrics[metric]:
+                best[key] = info
+    named: dict[Path | str, list[str]] = {}
+    for (_, metric), info in best.items():
+        named.setdefault(info.path, []).append(metric)
+    return named
 
 
 def add_latest(parser: ArgumentParser) -> None:
@@ -56,51 +148,67 @@ def add_latest(parser: ArgumentParser) -> None:
     parser.set_defaults(run=_latest)
 
 
-def _latest(options: Namespace) -> None:
-    """Print the newest valid checkpoint of the folder RUN."""
-    run = run_folder(options.run_folder)
-    found = catalog.find_latest(run)
-    if found is None:
-        raise NotACheckpointError(f"{run}: no valid checkpoint in it; `ft-ckpt ls` and `ft-ckpt verify` say why")
-    views.show_latest(found, as_json=options.as_json)
+def _latest(options: Namespace) -> int:
+    """Print the path of the newest valid checkpoint in the folder RUN. The exit code is 1 if there is none, or if the
+    folder does not exist.
+    """
+    run = open_place(options.run_folder)
+    newest = catalog.find_latest(run)
+    if newest is None:
+        return _say_there_is_none(run)
+    views.show_latest(newest, as_json=options.as_json)
+    return 0
+
+
+def _say_there_is_none(run: Place) -> int:
+    """Say on standard error why a folder has no valid checkpoint."""
+    contents = describe_contents(run)
+    text = f"{run}: no valid checkpoint in it; `ft-ckpt verify {run}` says why"
+    print_lines(f"ft-ckpt: {text if contents.kind in (CHECKPOINT, RUN) else contents.sentence(run)}", file=sys.stderr)
+    return 1
 
 
 def add_best(parser: ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN", help="Folder of the run.")
-    parser.add_argument("--metric", help='Name of the metric, as in "eval_loss" or "eval_loss:min".')
+    parser.add_argument("--metric", help='Metric to compare by, as in "eval_loss" or "eval_loss:min".')
     add_json(parser)
     parser.set_defaults(run=_best)
 
 
-def _best(options: Namespace) -> None:
-    """Print the valid checkpoint of the folder RUN with the best metric; without --metric, by the metric that the
-    run's own rules rank by."""
-    run = run_folder(options.run_folder)
+def _best(options: Namespace) -> int:
+    """Print the path of the valid checkpoint in the folder RUN with the best value of a metric. Without --metric, the
+    metric is that of the run's own rules (keep= and every=). The exit code is 1 if there is no checkpoint.
+    """
+    run = open_place(options.run_folder)
     name, _, mode = (options.metric or "").rpartition(":")
-    found = catalog.find_best(run, (name, mode) if mode in ("min", "max") and name else options.metric)
-    if found is None and options.metric is None:
-        raise NotACheckpointError(f"{run}: no valid checkpoint with that metric in it; `ft-ckpt ls` lists the metrics")
-    if found is None:
-        measured = {metric for info in catalog.list_checkpoints(run).found for metric in info.metrics}
-        asked = name if mode in ("min", "max") and name else options.metric
-        raise NotACheckpointError(f"{run}: no valid checkpoint with the metric {name_metrics([asked], measured)}")
-    views.show_latest(found, as_json=options.as_json)
+    ranking = (name, mode) if mode in ("min", "max") and name else options.metric
+    best = catalog.find_best(run, ranking)
+    if best is not None:
+        views.show_latest(best, as_json=options.as_json)
+        return 0
+    measured = {metric for info in catalog.list_checkpoints(run).found for metric in info.metrics}
+    metric = ranking[0] if isinstance(ranking, tuple) else ranking
+    if measured and metric is not None:
+        raise NotACheckpointError(f"{run}: no valid checkpoint with the metric {name_metrics([metric], measured)}")
+    return _say_there_is_none(run)
 
 
 def add_show(parser: ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="Checkpoint, weight file, or folder of another program.")
+    parser.add_argument("path", metavar="PATH", help="Checkpoint, model folder or weight file.")
     add_json(parser)
     parser.set_defaults(run=_show)
 
 
 def _show(options: Namespace) -> None:
-    """List the parts and tensors of the checkpoint PATH, or the tensors of a weight file or foreign folder."""
+    """Describe the checkpoint, model folder or weight file PATH: class, parameters, adapter, metrics, tensors. Only
+    headers are read, no tensor.
+    """
     place = open_place(options.path)
     store = place.folder
-    committed = store.stat(MANIFEST_NAME) is not None
-    if not place.exists or (not committed and catalog.discover(place)):
-        raise NotACheckpointError(why_no_checkpoint(place))
-    if not committed:
+    if store.stat(MANIFEST_NAME) is None:
+        contents = describe_contents(place)
+        if contents.kind in WITHOUT_WEIGHTS:
+            raise NotACheckpointError(contents.sentence(place))
         from ft_ckpt.cli.files import show_file
 
         show_file(place, as_json=options.as_json)
@@ -109,25 +217,34 @@ def _show(options: Namespace) -> None:
 
 
 def add_verify(parser: ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="Checkpoint, run, or weight file.")
-    parser.add_argument("--fast", action="store_true", help="Names, sizes and headers only; do not read every byte.")
-    parser.add_argument("--signed-by", metavar="PUBLIC", help="Check the signature, too: PEM file of the public key.")
-    parser.add_argument("--identity", help="Signer of a keyless signature, such as name@example.org.")
-    parser.add_argument("--identity-provider", metavar="URL", help="URL of the identity provider.")
+    parser.add_argument("path", metavar="PATH", help="Checkpoint, run, model folder or weight file.")
+    parser.add_argument(
+        "--fast", action="store_true", help="Check names, sizes and headers; skip the digests of large files."
+    )
+    parser.add_argument(
+        "--signed-by", metavar="PUBLIC", help="Also check the signature with this public key (a PEM file)."
+    )
+    parser.add_argument("--identity", help="Also check a keyless signature: who signed, as in name@example.org.")
+    parser.add_argument("--identity-provider", metavar="URL", help="With --identity: where the signer logged in.")
     add_json(parser)
     parser.set_defaults(run=_verify)
 
 
 def _verify(options: Namespace) -> int:
-    """Compare the checkpoint PATH, or all of the run PATH, with their manifests; exit code 1 if they differ. A file of
-    a checkpoint is compared with its manifest, too. Of safetensors files and folders without a manifest, headers,
-    indexes and configs are checked. With --signed-by, a checkpoint without this signature fails.
+    """Check that the files at PATH are as they were saved: those of a checkpoint, of all checkpoints of a run, or one
+    file. The exit code is 1 if they are not. Folders of other programs have no recorded digests, so only
+    headers, indexes and configs are checked there. With --signed-by, the check also fails if the signature is
+    missing, or if any file was added, removed or changed since.
     """
     signed_by = _wanted_signer(options)
     place, deep = open_place(options.path), not options.fast
     if not place.exists:
-        raise NotACheckpointError(f"{place}: no such file or folder")
+        raise NotACheckpointError(why_no_checkpoint(place))
     found = _checkpoints_at(place.folder)
+    if not found and place.is_folder:
+        contents = describe_contents(place)
+        if contents.kind == RUNS:
+            raise NotACheckpointError(contents.sentence(place))
     if signed_by is not None and not found:
         raise NotACheckpointError(f"{place}: no checkpoint, so it has no signature to check")
     listed = verify_listed(place) if deep and not found else None

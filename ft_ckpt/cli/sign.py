@@ -12,18 +12,18 @@ _PASSWORD = "FT_CKPT_SIGN_PASSWORD"  # noqa: S105 - the name of a variable
 
 
 def add_sign(parser: ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint on this machine.")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint in a local folder.")
     parser.add_argument(
-        "--key", metavar="PRIVATE", help=f"PEM file of the private key; its password is in {_PASSWORD}."
+        "--key", metavar="PRIVATE", help=f"Private key (a PEM file). Its password is read from {_PASSWORD}."
     )
-    parser.add_argument("--keyless", action="store_true", help="Sign with an identity, by Sigstore; needs a network.")
-    parser.add_argument("--identity-provider", metavar="URL", help="With --keyless: where to log in.")
+    parser.add_argument("--keyless", action="store_true", help="Sign with an identity instead of a key, by Sigstore.")
+    parser.add_argument("--identity-provider", metavar="URL", help="With --keyless: URL to log in at.")
     add_json(parser)
     parser.set_defaults(run=_sign)
 
 
 def _sign(options: Namespace) -> None:
-    """Compare CHECKPOINT with its manifest, and sign it: its file model.sig, in OpenSSF's model-signing format."""
+    """Verify CHECKPOINT, then write its signature model.sig in OpenSSF's model-signing format."""
     if (options.key is None) != options.keyless or (options.identity_provider and not options.keyless):
         raise ConfigError("sign: expected --key PRIVATE, or --keyless with or without --identity-provider")
     password = os.environ.get(_PASSWORD)

@@ -18,20 +18,22 @@ if TYPE_CHECKING:
 
 
 def add_push(parser: ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint: a path or a URL.")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint: a path or URL.")
     parser.add_argument(
-        "url", metavar="URL", help="hf://user/name[@revision][/folder], or in a bucket (s3://, hf://buckets/)."
+        "url", metavar="URL", help="hf://user/name[@revision][/folder], or a place in a bucket (s3://, hf://buckets/)."
     )
-    parser.add_argument("--private", action="store_true", help="Make the repository a private one, if it is new.")
-    parser.add_argument("--state", action="store_true", help="Push the training state, too.")
-    parser.add_argument("--base-id", metavar="NAME", help="Name of the base model on the Hub.")
-    parser.add_argument("--message", help="Message of the commit.")
+    parser.add_argument("--private", action="store_true", help="Create a private repository.")
+    parser.add_argument("--state", action="store_true", help="Include the training state.")
+    parser.add_argument(
+        "--base-id", metavar="NAME", help="Name of the base model on the Hub, for the adapter's config."
+    )
+    parser.add_argument("--message", help="Commit message.")
     add_json(parser)
     parser.set_defaults(run=_push)
 
 
 def _push(options: Namespace) -> None:
-    """Push CHECKPOINT to URL, hf://user/name[@revision][/folder] or in a bucket, without its training state."""
+    """Upload CHECKPOINT, without its training state, to a repository of the Hub or to a bucket."""
     checkpoint = options.checkpoint
     from ft_ckpt.transfer.outgoing import PushOptions
     from ft_ckpt.transfer.push import push_now
@@ -51,19 +53,19 @@ def _push(options: Namespace) -> None:
 
 def add_pull(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "url", metavar="URL", help="hf://user/name[@revision][/folder], or in a bucket; or the path of a delta."
+        "url", metavar="URL", help="hf://user/name[@revision][/folder], a place in a bucket, or the path of a delta."
     )
-    parser.add_argument("folder", metavar="FOLDER", nargs="?", help="Folder to write; else the cache.")
-    parser.add_argument("--base", help="Model with the configs, for a step of a chain of deltas that TRL wrote.")
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", help="Folder to write to (default: the cache).")
+    parser.add_argument("--base", help="Model with the configs, for a delta that TRL wrote.")
     add_force(parser)
     add_json(parser)
     parser.set_defaults(run=_pull)
 
 
 def _pull(options: Namespace) -> None:
-    """Fetch what is at URL, hf://user/name[@revision][/folder] or in a bucket, and compare it with its manifest. Of a
-    delta, which may be in a folder, too, make the checkpoint that it stands for.
-    Without FOLDER, what is in a bucket comes into the cache, and its path is printed.
+    """Download a checkpoint from the Hub or a bucket to FOLDER and verify it. Pulling a delta, from a bucket or a
+    folder, rebuilds the full checkpoint. Without FOLDER, a checkpoint in a bucket is downloaded to the cache
+    (FT_CKPT_CACHE, or ft_ckpt in HF_HOME), and its path is printed.
     """
     url, folder = options.url, options.folder
     if options.base is not None:
@@ -91,9 +93,9 @@ def _pull(options: Namespace) -> None:
 
 
 def add_cp(parser: ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help="Checkpoint, as a path or URL.")
+    parser.add_argument("source", metavar="SOURCE", help="Checkpoint: a path or URL.")
     parser.add_argument(
-        "destination", metavar="DESTINATION", help="Path or URL; one that ends in a slash gets the name of SOURCE."
+        "destination", metavar="DESTINATION", help="Path or URL. If it ends in a slash, the name of SOURCE is appended."
     )
     add_force(parser)
     add_json(parser)
@@ -101,7 +103,7 @@ def add_cp(parser: ArgumentParser) -> None:
 
 
 def _cp(options: Namespace) -> None:
-    """Copy the checkpoint SOURCE to DESTINATION, paths or URLs, whole or not at all; all digests are compared."""
+    """Copy the checkpoint SOURCE to DESTINATION and verify all digests. An interrupted copy leaves no checkpoint."""
     from ft_ckpt.transfer.copies import copy
 
     report = copy(options.source, options.destination, overwrite=options.force)
@@ -120,17 +122,17 @@ def _copy_facts(report: "CopyReport") -> str:
 
 
 def add_sync(parser: ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help="Folder of the run, as a path or URL.")
-    parser.add_argument("destination", metavar="DESTINATION", help="Folder to copy to, as a path or URL.")
-    parser.add_argument("--delete", action="store_true", help="Delete there what the run has deleted since.")
+    parser.add_argument("source", metavar="SOURCE", help="Folder of the run: a path or URL.")
+    parser.add_argument("destination", metavar="DESTINATION", help="Folder to copy to: a path or URL.")
+    parser.add_argument("--delete", action="store_true", help="Also delete what the run has deleted since.")
     add_dry_run(parser)
     add_json(parser)
     parser.set_defaults(run=_sync)
 
 
 def _sync(options: Namespace) -> int:
-    """Copy the checkpoints of the run SOURCE that DESTINATION lacks, paths or URLs, newest first. Exit code 1 when
-    something was not copied, or not deleted.
+    """Copy the checkpoints of the run SOURCE that are missing in DESTINATION, newest first. The exit code is 1 if
+    something could not be copied or deleted.
     """
     from ft_ckpt.transfer.sync import sync
 

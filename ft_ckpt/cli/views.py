@@ -11,51 +11,59 @@ from typing import Any
 
 from ft_ckpt.checkpoint import guards
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, VerifyReport
+from ft_ckpt.checkpoint.checks import stored_bytes
+from ft_ckpt.checkpoint.contents import RUNS, Contents
 from ft_ckpt.checkpoint.delete import STATE
 from ft_ckpt.checkpoint.manifest import PartRecord, parse_time
 from ft_ckpt.checkpoint.session import parts_of
+from ft_ckpt.cli.describe import ModelFacts, adapter_name, facts_of_part
 from ft_ckpt.cli.options import print_lines, print_path
 from ft_ckpt.config import human_size
 from ft_ckpt.messages import printable
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.place import Place, location_name
 
-_NUMBERS = {"step", "size"}  # right-aligned columns
+_NUMBERS = {"step", "size", "checkpoints"}  # right-aligned columns
 _ORDINARY = {
     "step": "-",
     "parts": "model",
-    "state": "no",
-    "pinned": "no",
+    "kept": "",
     "valid": "yes",
 }  # a column is left out if all its cells have this value
-_LEAST = ("parts", "kind", "state", "age", "pinned")  # columns dropped first when a table is too wide
+_MIN_REASONS = 14  # characters of the column with the reasons, which is wrapped
 _GAP = 2  # between columns
 
 
-def checkpoint_row(info: CheckpointInfo, report: VerifyReport) -> dict[str, Any]:
-    """The row of one checkpoint, as in the JSON output; `problems` are those of the fast verification."""
+def checkpoint_row(
+    info: CheckpointInfo, report: VerifyReport, kept: Sequence[str], best: Sequence[str]
+) -> dict[str, Any]:
+    """The row of one checkpoint, as in the JSON output; `problems` are those of the fast verification.
+
+    `kept`: the reasons to keep it; `best`: the metrics by which it is the best of its run.
+    """
     manifest = info.manifest
+    adapters = [adapter_name(info.store, part) for part in manifest.parts if part.kind == "adapter"]
     return {
         "path": str(info.path),
         "step": manifest.step,
         "created": manifest.created,
         "bytes": report.bytes,
         "kind": manifest.kind,
+        "adapter": adapters[0] if adapters else None,
         "parts": [part.name for part in manifest.parts if part.kind != STATE],
         "state": any(part.kind == STATE for part in manifest.parts),
         "metrics": dict(info.metrics),
+        "best": list(best),
+        "kept": list(kept),
         "pinned": guards.pin_reason(info.place) is not None,
         "valid": report.ok,
         "problems": list(report.problems),
     }
 
 
-def show_run(run: Place, rows: Sequence[dict[str, Any]], metrics: Sequence[str], *, as_json: bool) -> None:
+def show_run(rows: Sequence[dict[str, Any]], metrics: Sequence[str], *, as_json: bool) -> None:
     """Print the checkpoints of a run with `metrics`, then the problems of the invalid ones."""
     if as_json:
         print_json(list(rows))
-        return
-    if not rows:
-        print_lines(f"{run}: no checkpoints")
         return
     columns = _run_columns(rows, metrics)
     invalid = [number for number, each in enumerate(rows) if not each["valid"]]
@@ -65,6 +73,28 @@ def show_run(run: Place, rows: Sequence[dict[str, Any]], metrics: Sequence[str],
         print_lines(f"{len(others)} more metrics: `ft-ckpt show`, or --metrics")
     for each in rows:
         _print_problems(each["path"], each["problems"])
+
+
+def show_contents(contents: Contents, place: Place, rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
+    """Print what a place contains that is not the folder of a run, and which command describes it."""
+    if as_json:
+        print_json(list(rows))
+        return
+    if contents.kind != RUNS:
+        print_lines(contents.sentence(place))
+    else:
+        print_lines(f"{place}: {count_of(len(rows), 'run')}")
+        heads = ("run", "checkpoints", "step", "age", "size")
+        cells = []
+        for row in rows:
+            age = "-" if row["created"] is None else _age_text(row["created"])
+            step = _or_dash(row["step"])
+            cells.append((location_name(row["path"]), str(row["checkpoints"]), step, age, human_size(row["bytes"])))
+        print_table(heads, cells)
+    if rows and contents.kind != "other":
+        command = "ls" if contents.kind == RUNS else "show"
+        effect = "lists the checkpoints of one" if contents.kind == RUNS else "describes its model"
+        print_lines(f"`ft-ckpt {command} {rows[-1]['path']}` {effect}")
 
 
 def ranked_metrics(infos: Iterable[CheckpointInfo]) -> list[str]:
@@ -93,36 +123,51 @@ def show_reports(reports: Sequence[VerifyReport], note: str = "", *, as_json: bo
         print_json(reports[0] if len(reports) == 1 else list(reports))
         return
     for report in reports:
-        verdict = "ok" if report.ok else f"{len(report.problems)} problem(s)"
-        print_lines(f"{report.path}: {verdict}, {report.files} files, {human_size(report.bytes)}{note}")
+        verdict = "ok" if report.ok else count_of(len(report.problems), "problem")
+        files = count_of(report.files, "file")
+        print_lines(f"{report.path}: {verdict}, {files}, {human_size(report.bytes)}{note}")
         _print_problems("", report.problems)
         for note in report.notes:
             print_lines(f"  note: {note}")
 
 
 def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
-    """Print metrics and each part's tensors: name, shape, dtype, size, and file if there are several."""
+    """Print the class and number of parameters, metrics, and each part's tensors.
+
+    Of tensors: name, shape, dtype, size, and file if there are several.
+    """
     manifest = info.manifest
+    facts = {part.name: facts_of_part(info.store, part) for part in manifest.parts if part.kind != STATE}
     if as_json:
-        print_json({"path": info.path, **vars(manifest), "metrics": info.metrics})
+        print_json({"path": info.path, **vars(manifest), "metrics": info.metrics, "models": facts})
         return
-    print_lines(f"{info.path}: {manifest.kind}, step {_or_dash(manifest.step)}, {human_moment(manifest.created)}")
+    if len(facts) == 1:
+        (model,) = facts.values()
+        print_lines(f"{info.path}: {model.headline()}", *(f"  {line}" for line in model.details()))
+    else:
+        print_lines(f"{info.path}: {count_of(len(facts), 'part')}" if facts else f"{info.path}: training state only")
+    step = "" if manifest.step is None else f"step {manifest.step}, "
+    state = ", with training state" if facts and any(part.kind == STATE for part in manifest.parts) else ""
+    size = human_size(stored_bytes(info.store, manifest))
+    print_lines(f"  {step}saved {human_moment(manifest.created)}, {manifest.kind}, {size}{state}")
     if info.metrics:
-        print_lines(", ".join(f"{name} {value:.6g}" for name, value in info.metrics.items()))
+        print_lines("  " + ", ".join(f"{name} {value:.6g}" for name, value in info.metrics.items()))
     for part in manifest.parts:
-        _show_part(part)
+        _show_part(part, facts.get(part.name) if len(facts) > 1 and part.kind != STATE else None)
     if writers := parts_of(manifest):
         print_lines("", "parts of writers")
         sizes = {name: human_size(sum(file.size_bytes for file in files)) for name, files in writers.items()}
         print_table(("writer", "files", "size"), ((name, str(len(writers[name])), sizes[name]) for name in writers))
 
 
-def _show_part(part: PartRecord) -> None:
+def _show_part(part: PartRecord, facts: ModelFacts | None) -> None:
+    """Print one part; `facts`: about its model, if they were not printed yet."""
     files = sorted({tensor.file for tensor in part.tensors})
     place = f" in {files[0]}" if len(files) == 1 else ""
-    base = f", on {part.base.id or 'a base built in memory'}" if part.base else ""
-    about = f"{part.kind} {part.class_name}, {len(part.tensors)} tensors{place}{base}"
-    print_lines("", f"{part.name or 'model'}: {about}")
+    headline = "" if facts is None else f"{facts.headline()}; "
+    name = part.name or ("training state" if part.kind == STATE else "model")
+    details = [] if facts is None else [f"  {line}" for line in facts.details()]
+    print_lines("", f"{name}: {headline}{count_of(len(part.tensors), 'tensor')}{place}", *details)
     heads = ("tensor", "shape", "dtype", "size", "file")[: 5 if len(files) > 1 else 4]
     tensors = ((t.name, human_shape(t.shape), t.dtype, human_size(t.end - t.start), t.file) for t in part.tensors)
     print_table(heads, (cells[: len(heads)] for cells in tensors))
@@ -130,20 +175,27 @@ def _show_part(part: PartRecord) -> None:
 
 def _run_columns(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict[str, list[str]]:
     """The columns of a run's table by head, as many as fit; columns without information are left out."""
-    found = {
-        head: [_column_cell(each, head) for each in rows] for head in ("checkpoint", "step", "age", "size", "kind")
-    }
-    found |= {head: [_column_cell(each, head) for each in rows] for head in ("parts", "state")}
+    columns: dict[str, list[str]] = {}
+    for head in ("checkpoint", "step", "age", "size", "kind", "parts"):
+        columns[head] = [_column_cell(row, head) for row in rows]
     for name in metrics:
-        values = (each["metrics"].get(name) for each in rows)
-        found[_metric_head(name)] = ["-" if value is None else f"{value:.4g}" for value in values]
-    found |= {head: [_column_cell(each, head) for each in rows] for head in ("pinned", "valid")}
-    found = {head: cells for head, cells in found.items() if set(cells) != {_ORDINARY.get(head, "")}}
-    for head in (*_LEAST, *map(_metric_head, reversed(metrics))):
-        if _table_width(found) <= _terminal_width():
+        columns[_metric_head(name)] = [_metric_cell(row, name) for row in rows]
+    for head in ("kept", "valid"):
+        columns[head] = [_column_cell(row, head) for row in rows]
+    columns = {head: cells for head, cells in columns.items() if set(cells) != {_ORDINARY.get(head, "")}}
+    heads = [_metric_head(name) for name in metrics]
+    for head in ("parts", "age", "kept", "kind", *reversed(heads)):
+        if _table_width(columns) <= _terminal_width():
             break
-        found.pop(head, None)
-    return found
+        columns.pop(head, None)
+    return columns
+
+
+def _metric_cell(row: Mapping[str, Any], name: str) -> str:
+    value = row["metrics"].get(name)
+    if value is None:
+        return "-"
+    return f"{value:.4g} best" if name in row["best"] else f"{value:.4g}"
 
 
 def _metric_head(metric: str) -> str:
@@ -155,13 +207,22 @@ def _column_cell(each: Mapping[str, Any], head: str) -> str:
         return Path(each["path"]).name or str(each["path"])
     if head == "parts":
         return ", ".join(name or "model" for name in each["parts"])
+    if head == "kept":
+        return ", ".join(each["kept"])
+    if head == "kind":
+        kind = each["adapter"] or each["kind"]
+        return f"{kind}+state" if each["state"] and kind != STATE else kind
     if head in ("age", "size"):
         return _age_text(each["created"]) if head == "age" else human_size(each["bytes"])
     return ("yes" if each[head] else "no") if isinstance(each[head], bool) else _or_dash(each[head])
 
 
 def _table_width(columns: Mapping[str, Sequence[str]]) -> int:
-    return sum(max(len(printable(cell)) for cell in (head, *cells)) + _GAP for head, cells in columns.items()) - _GAP
+    total = -_GAP
+    for head, cells in columns.items():
+        width = max(len(printable(cell)) for cell in (head, *cells))
+        total += _GAP + (min(width, _MIN_REASONS) if head == "kept" else width)
+    return total
 
 
 def _terminal_width() -> int:
@@ -211,6 +272,11 @@ def _json_value(value: Any) -> Any:
         return [_json_value(each) for each in value]
     is_text = isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
     return str(value) if is_text else value
+
+
+def count_of(number: int, thing: str) -> str:
+    """A number of things, as in "1 file" or "2 files"."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _or_dash(value: object) -> str:

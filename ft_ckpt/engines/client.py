@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from ft_ckpt.errors import ConfigError, EngineError
+from ft_ckpt.errors import ConfigError, EngineError, reason_of
 from ft_ckpt.messages import SECRET
 
 TOKEN_VARIABLE = "FT_CKPT_ENGINE_TOKEN"  # noqa: S105 - the name of the environment variable, not a token
@@ -122,7 +122,10 @@ class Client:
             if isinstance(error, EngineError):
                 raise
             is_late = time.monotonic() >= until
-            reason = f"not in {self.timeout_seconds:g} s" if is_late else f"{type(error).__name__}: {error}"
+            if is_late:
+                reason = f"not in {self.timeout_seconds:g} s"
+            else:
+                reason = reason_of(error) if isinstance(error, OSError) else f"not valid HTTP: {error}"
             text = self._clean(f"{self.url}{path}: no answer ({reason}); is the server up, and the address right?")
             raise EngineError(text) from None
 

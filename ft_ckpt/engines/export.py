@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ft_ckpt.checkpoint.contents import describe_contents
 from ft_ckpt.checkpoint.open_checkpoint import hold_open
 from ft_ckpt.engines.preflight import MERGE, adapter_findings, check_engine, lora_layers, rank_and_scale
 from ft_ckpt.errors import LoadError, SelectionError, listing
@@ -71,7 +72,8 @@ def export(
 
 def _only_adapter(opened: TensorFile, source: Place) -> tuple[WeightsFolder, FolderPart]:
     if not isinstance(opened, WeightsFolder) or not any(part.kind == "adapter" for part in opened.parts):
-        raise LoadError(f"{source}: no adapter in it (no {_CONFIG}); give the folder of one")
+        text = describe_contents(open_place(source)).text
+        raise LoadError(f"{source}: {text}; expected a folder with an adapter ({_CONFIG})")
     if len(opened.parts) > 1:
         paths = listing([part.path or "." for part in opened.parts], ", ")
         raise SelectionError(f"{source}: several parts ({paths}); give the folder of one adapter")

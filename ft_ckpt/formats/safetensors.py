@@ -145,7 +145,8 @@ def parse_header(read: Callable[[int, int], bytes | bytearray], file_bytes: int)
             raise CorruptError(f"{name}: bytes {entry.start:,} to {entry.end:,}, the tensor before it ends at {at:,}")
         at = entry.end
     if at != file_bytes:
-        raise CorruptError(f"its tensors end at byte {at:,}, it at {file_bytes:,}")
+        kind = "truncated" if file_bytes < at else "bytes after its last tensor"
+        raise CorruptError(f"{kind}: {file_bytes:,} bytes, but its header describes {at:,}")
     return SafetensorsHeader(tensors, metadata)
 
 

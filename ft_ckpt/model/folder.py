@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ft_ckpt.checkpoint.catalog import load_manifest
+from ft_ckpt.checkpoint.contents import WITHOUT_WEIGHTS, describe_contents, why_no_checkpoint
 from ft_ckpt.checkpoint.manifest import (
     DIFFUSERS_LORA_FILE,
     DIFFUSERS_MODEL_FILE,
@@ -145,7 +146,7 @@ def _open_any_folder(place: Place, origin: Place) -> TensorFile:
     if tensorflow.bundle_prefixes(place) and not any(weight_files(store, kind)[0] for kind in _STEMS):
         return tensorflow.open_tensorflow(place)
     if not store.list_folder().exists:
-        raise LoadError(f"{place}: no such file or folder")
+        raise LoadError(why_no_checkpoint(origin))
     if store.stat(MANIFEST_NAME) is not None:
         return _open_own_checkpoint(place, origin)
     parts = list(_huggingface_parts(store))
@@ -160,6 +161,9 @@ def _open_any_folder(place: Place, origin: Place) -> TensorFile:
     tree = jax.orbax_folder(place)
     if tree is not None:
         return jax.open_orbax(tree)
+    contents = describe_contents(origin)
+    if contents.kind in WITHOUT_WEIGHTS:
+        raise LoadError(contents.sentence(origin))
     endings = dict.fromkeys(known.suffixes[0] for known in tensor_formats() if known.suffixes)
     expected = ", ".join(f"*{ending}" for ending in endings)
     raise LoadError(

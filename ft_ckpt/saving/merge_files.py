@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from ft_ckpt.checkpoint.contents import describe_contents
 from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, hold_open, open_checkpoint
 from ft_ckpt.config import make_config
@@ -95,7 +96,7 @@ def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -
         known = tuple(_foreign_records(place.folder))
         held = OpenCheckpoint(place.folder, place.folder, Manifest(known, (), "adapter", ""), "")
     if not known:
-        raise LoadError(f"{place}: no adapter in it (no {_CONFIG}); give the folder of one")
+        raise LoadError(f"{place}: {describe_contents(place).text}; expected a folder with an adapter ({_CONFIG})")
     return StoredAdapters(held, _chosen_records(place, known, names))
 
 

@@ -29,6 +29,12 @@ class Cut(NamedTuple):
     owner: int
 
 
+def size_problem(size_bytes: int, listed_bytes: int) -> str:
+    """The problem of a file of another size than its manifest lists."""
+    kind = "truncated" if size_bytes < listed_bytes else "overwritten"
+    return f"{kind}: {size_bytes:,} bytes, but the manifest lists {listed_bytes:,}"
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """One file of the checkpoint, `path` relative to its folder with forward slashes."""

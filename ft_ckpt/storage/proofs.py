@@ -25,6 +25,7 @@ from ft_ckpt.storage.digests import (
     file_digest,
     new_digest,
     owned_parts,
+    size_problem,
     unread_problem,
 )
 from ft_ckpt.storage.local_file import LocalFile, Watch
@@ -130,7 +131,7 @@ class PassingDigest:
         """Read all bytes that have not arrived. Raises CorruptError for a file of another size, and as reading does."""
         proof, size_bytes = self.proof, self.proof.record.size_bytes
         if file.size_bytes != size_bytes:
-            raise CorruptError(f"{file.size_bytes:,} bytes, expected {size_bytes:,}")
+            raise CorruptError(size_problem(file.size_bytes, size_bytes))
         if size_bytes < _AHEAD_BYTES:
             at = min(self.at, size_bytes)
             self.take(at, memoryview(read_range(file, at, size_bytes - at)))

@@ -26,7 +26,7 @@ from ft_ckpt.checkpoint.open_checkpoint import (
 )
 from ft_ckpt.checkpoint.staging import Staging, open_staging_at, settle_staging_at
 from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, NameTakenError, NoSpaceError, TargetError
-from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_bytes, digest_of_open
+from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_bytes, digest_of_open, size_problem
 from ft_ckpt.storage.local_store import LocalStore, files_access
 from ft_ckpt.storage.place import Place, is_hub_bucket, open_place, source_access
 from ft_ckpt.storage.scratch import SMALL_COPY_BYTES, copy_object, is_worth_showing, track_bytes
@@ -305,7 +305,7 @@ class _Copying:
         """Read and write the file; returns its ETag at the destination, if known."""
         with closing(self.held.store.open(file.path)) as opened:
             if opened.size_bytes != file.size_bytes:
-                raise CorruptError(f"{opened.where}: {opened.size_bytes:,} bytes, expected {file.size_bytes:,}")
+                raise CorruptError(f"{opened.where}: {size_problem(opened.size_bytes, file.size_bytes)}")
             running = RunningDigest(file.size_bytes, file.cuts, file.ranks)
 
             def watch(content: memoryview) -> None:

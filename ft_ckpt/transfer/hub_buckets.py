@@ -21,7 +21,7 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, check_paths, ma
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.checkpoint.staging import clear_folder
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, NameTakenError, TargetError, listing
-from ft_ckpt.storage.digests import FileRecord, digest_of_open, digest_problem
+from ft_ckpt.storage.digests import FileRecord, digest_of_open, digest_problem, size_problem
 from ft_ckpt.storage.hub_bucket import HubBucket, bucket_errors
 from ft_ckpt.storage.hub_client import MOST_TRIES, hub_status, is_worth_another_look, progress_bars
 from ft_ckpt.storage.local_store import LocalStore
@@ -190,7 +190,7 @@ def _differing(store: HubBucket, content: _Content) -> list[str]:
 def _problem_of(held: OpenCheckpoint, file: FileRecord) -> str | None:
     with closing(held.store.open(file.path)) as opened:
         if opened.size_bytes != file.size_bytes:
-            return f"{file.path}: {opened.size_bytes:,} bytes, expected {file.size_bytes:,}"
+            return f"{file.path}: {size_problem(opened.size_bytes, file.size_bytes)}"
         return digest_problem(file, digest_of_open(opened, file))
 
 

@@ -104,7 +104,7 @@ def stale_index(checkpoint):
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
-        (cut_short, f"{SHARD}: 100 bytes, expected 215: cut short or overwritten"),
+        (cut_short, f"{SHARD}: truncated: 100 bytes, but the manifest lists 215"),
         (drop_a_shard, f"{SHARD}: missing"),
         (swap_for_a_folder, f"{SHARD}: not a file"),
         (stale_weights, "model.safetensors: not of this checkpoint"),

@@ -58,7 +58,7 @@ def test_ls(run):
     assert lines[1].split()[:2] == ["checkpoint-1", "1"]
     assert lines[1].split()[-4:] == ["full", "model,", "policy", "yes"]
     assert lines[2].split()[-1] == "no"
-    assert "config.json: 0 bytes, expected 12" in lines[3]
+    assert "config.json: truncated: 0 bytes, but the manifest lists 12" in lines[3]
 
 
 def test_ls_json(run):
@@ -71,7 +71,7 @@ def test_ls_json(run):
 
 def test_ls_of_an_empty_run(tmp_path):
     answer = ft_ckpt("ls", tmp_path)
-    assert (answer.returncode, answer.stdout) == (0, f"{tmp_path}: no checkpoints\n")
+    assert (answer.returncode, answer.stdout) == (0, f"{tmp_path}: an empty folder; no save was completed there\n")
 
 
 def test_latest_falls_back_in_one_line(run):
@@ -106,9 +106,10 @@ def test_verify_says_what_is_wrong(run, fast):
 
 def test_show(run):
     lines = ft_ckpt("show", run / "checkpoint-1").stdout.splitlines()
-    assert lines[0].endswith("checkpoint-1: full, step 1, 2026-01-01 00:00:01 UTC")
-    assert lines[2] == "model: model Tiny, 4 tensors"
-    assert lines[4].split() == ["layers.0.weight", "2x3", "float32", "24", "B", "model-00001-of-00002.safetensors"]
+    assert lines[0].endswith("checkpoint-1: 2 parts")
+    assert lines[1] == "  step 1, saved 2026-01-01 00:00:01 UTC, full, 1.4 KB"
+    assert lines[3] == "model: Tiny, 24 parameters in float32; 4 tensors"
+    assert lines[5].split() == ["layers.0.weight", "2x3", "float32", "24", "B", "model-00001-of-00002.safetensors"]
     assert sum(line.startswith("layers.") for line in lines) == 8
 
 
@@ -123,12 +124,15 @@ def test_ls_of_what_a_run_has(tmp_path):
     save_with_state(tmp_path / "checkpoint-3", 3, metrics={"eval_loss": 0.51234567, "accuracy": 1.0})
     ft_ckpt("pin", tmp_path / "checkpoint-3")
     heads, words = (line.split() for line in ft_ckpt("ls", tmp_path).stdout.splitlines())
-    assert heads[-4:] == ["state", "eval_loss", "accuracy", "pinned"]
-    assert words[-4:] == ["yes", "0.5123", "1", "yes"]
+    assert heads[-4:] == ["kind", "eval_loss", "accuracy", "kept"]
+    assert words[-6:-3] == ["full+state", "0.5123", "1"]
+    assert words[-3:-1] == ["pinned", "by"]
     (row,) = json.loads(ft_ckpt("ls", tmp_path, "--json").stdout)
     assert row == row | {
         "parts": [""],
         "state": True,
+        "adapter": None,
+        "best": [],
         "pinned": True,
         "metrics": {"eval_loss": 0.51234567, "accuracy": 1},
     }
@@ -248,16 +252,14 @@ def test_prune_of_all_runs_leaves_weights_and_averages(long_run):
         (["ls", "{run}", "--deep"], "ls: --deep: no such option; see `ft-ckpt ls --help`"),
         (["prune", "{run}", "--last", "few"], "prune: --last/--keep-last: few: expected a whole number from 1"),
         (["destroy"], "destroy: no such command; `ft-ckpt --help` lists the commands"),
-        (["unpin", "{run}"], "{run}: no ft_ckpt.json in it"),
+        (["unpin", "{run}"], "{run}: an empty folder"),
         (["ls", "{run}/absent"], "{run}/absent: no such folder"),
-        (["latest", "{run}"], "{run}: no valid checkpoint in it"),
-        (["best", "{run}"], "{run}: no valid checkpoint with that metric"),
-        (["verify", "{run}/absent"], "{run}/absent: no such file or folder"),
+        (["verify", "{run}/absent"], "{run}/absent: no such folder"),
         (["verify", "{run}"], "{run}: no ft_ckpt.json and no safetensors files in it"),
-        (["show", "{run}"], "{run}: no weights found; expected"),
+        (["show", "{run}"], "{run}: an empty folder"),
         (["diff", "{run}"], "diff: expected B; see `ft-ckpt diff --help`"),
-        (["diff", "{run}/absent", "{run}"], "{run}/absent: no such file or folder"),
-        (["pin", "{run}"], "{run}: no ft_ckpt.json in it; pin a checkpoint that"),
+        (["diff", "{run}/absent", "{run}"], "{run}/absent: no such folder"),
+        (["pin", "{run}"], "{run}: an empty folder"),
         (["prune", "{run}"], "prune: no rule given, so everything stays"),
         (["prune", "{run}/absent", "--last", "1"], "{run}/absent: no such folder"),
         (["prune", "{run}", "--last", "0"], "prune: --last/--keep-last: 0: expected a whole number from 1"),
@@ -434,7 +436,7 @@ def misdirect(folder):
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (cut, r"model-00001-of-00002\.safetensors: .*its tensors end at byte"),
+        (cut, r"model-00001-of-00002\.safetensors: .*truncated: [0-9,]+ bytes, but its header describes"),
         (lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(), "shards missing: model-00002-of-00002"),
         (misdirect, r"not in the shards that it maps them to: layers\.1\.weight, layers\.3\.weight"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "no weight_map in it"),

@@ -106,7 +106,7 @@ def test_size_and_save_time_of_a_folder(tmp_path):
 def test_folders_of_others(tmp_path):
     answer = ft_ckpt(*GIVEN, tmp_path)
     assert (answer.returncode, answer.stderr.count("\n")) == (2, 1)
-    assert "neither checkpoints nor files in it; give --model-size" in answer.stderr
+    assert "an empty folder; give a model, or --model-size" in answer.stderr
     (tmp_path / "model.safetensors").write_bytes(bytes(300))
     assert json.loads(ft_ckpt(*GIVEN, tmp_path, "--json").stdout)["size_bytes"] == 300
 

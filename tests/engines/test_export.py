@@ -156,7 +156,7 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path, files: EngineFiles) -> 
 
 
 def test_what_is_no_adapter_is_refused(tmp_path: Path, files: EngineFiles) -> None:
-    with pytest.raises(LoadError, match="no adapter in it"):
+    with pytest.raises(LoadError, match="expected a folder with an adapter"):
         ft_ckpt.export(files.base, tmp_path / "plain")
     with pytest.raises(ConfigError, match="engine='tgi': expected one of vllm, sglang"):
         ft_ckpt.export(files.adapters[0], tmp_path / "plain", "tgi")

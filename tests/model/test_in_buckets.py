@@ -168,7 +168,7 @@ def test_folders_of_others(base, tmp_path):
     report = ft_ckpt.convert(place, tmp_path / "new", verify=True, progress=False)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "new")), logits(base))
     assert report.tensors == len(list(open_source(place).specs))
-    with pytest.raises(LoadError, match=r"memory://\w+/team/runs/absent: no such file or folder"):
+    with pytest.raises(LoadError, match=r"memory://\w+/team/runs/absent: no such folder"):
         open_source(Place(place.store, "absent"))
 
 

@@ -131,7 +131,7 @@ def test_damage_is_found_on_the_way_and_nothing_appears(run, tmp_path, name):
             copy(run / "checkpoint-1", Place(folder.folder, "checkpoint-1"))
         assert folder.folder.list() == []
     file.write_bytes(content[:-1])
-    with pytest.raises(CorruptError, match=f"{name}: .* bytes, expected"):
+    with pytest.raises(CorruptError, match=f"{name}: .* bytes, but the manifest lists"):
         copy(run / "checkpoint-1", tmp_path / "other")
     assert not (tmp_path / "other").exists()
 

@@ -1,0 +1,182 @@
+"""Facts about a stored model for people: class, parameters, adapter, base. From manifests and configs; no torch."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ft_ckpt.checkpoint.catalog import CheckpointInfo
+from ft_ckpt.checkpoint.contents import class_in, document_in
+from ft_ckpt.checkpoint.delete import STATE
+from ft_ckpt.checkpoint.manifest import PartRecord
+from ft_ckpt.errors import CheckpointError, listing
+from ft_ckpt.retention import Keep, keep_from_record
+from ft_ckpt.storage.store import Store
+
+_MAX_STATE_BYTES = 64 << 20  # of the document of a training state
+_SIZES = {  # fields of a config of transformers, and their words
+    "num_hidden_layers": "{:,} layers",
+    "hidden_size": "hidden size {:,}",
+    "vocab_size": "{:,} tokens",
+}
+_ADAPTER_NAMES = {"LORA": "LoRA", "ADALORA": "AdaLoRA", "LOHA": "LoHa", "LOKR": "LoKr", "IA3": "IA3"}
+_MAX_TARGETS = 8
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model, or an adapter, that is stored somewhere."""
+
+    class_name: str | None
+    parameters: int
+    """Number of stored elements, without the training state; ties count once."""
+    dtypes: tuple[str, ...]
+    """The dtype of most elements first."""
+    model_type: str | None = None
+    sizes: Mapping[str, int] | None = None
+    """Layers, hidden size and vocabulary by the names of the config's fields, as far as it has them."""
+    quantisation: str | None = None
+    adapter: str | None = None
+    """The kind of adapter, such as "LoRA"; None for a model."""
+    rank: int | None = None
+    alpha: float | None = None
+    targets: tuple[str, ...] = ()
+    base: str | None = None
+    """Name or path of the adapter's base."""
+
+    def headline(self) -> str:
+        """Class, parameters and dtype, as in "LoRA adapter of LlamaForCausalLM, 4,096 parameters in float32"."""
+        what = self.class_name or ""
+        if self.adapter is not None:
+            what = f"{self.adapter} adapter{' of ' if what else ''}{what}"
+        unit = "parameters" if self.quantisation is None else "stored elements"
+        dtypes = f" in {' and '.join(self.dtypes)}" if self.dtypes else ""
+        return f"{what}{', ' if what else ''}{human_count(self.parameters)} {unit}{dtypes}"
+
+    def details(self) -> Iterator[str]:
+        """A line for the architecture, one for the adapter, one for its base; as far as they are known."""
+        sizes = [_SIZES[field].format(size) for field, size in (self.sizes or {}).items()]
+        shape = ", ".join([*([self.model_type] if self.model_type else []), *sizes])
+        if shape:
+            yield shape
+        if self.quantisation is not None:
+            yield f"quantised by {self.quantisation}"
+        if self.rank is not None:
+            alpha = "" if self.alpha is None else f", alpha {self.alpha:g}"
+            targets = f", on {listing(list(self.targets), ', ', _MAX_TARGETS)}" if self.targets else ""
+            yield f"rank {self.rank}{alpha}{targets}"
+        if self.adapter is not None:
+            yield f"base: {self.base or 'a model built in memory'}"
+
+
+def human_count(count: int) -> str:
+    """A number of elements, as in "1.24 B", "7.50 M" or "4,096"."""
+    for unit, size in (("B", 10**9), ("M", 10**6)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:,}"
+
+
+def facts_of_part(store: Store, part: PartRecord) -> ModelFacts:
+    """The facts about a model or adapter of a checkpoint in `store`."""
+    elements = Counter[str]()
+    for tensor in part.tensors:
+        elements[tensor.dtype] += math.prod(tensor.shape)
+    folder = f"{part.path}/" if part.path else ""
+    base = part.base.id if part.base is not None else None
+    class_name = part.class_name
+    if part.kind == "adapter":
+        class_name = part.base.class_name if part.base is not None else ""
+    return _facts(store, folder, elements, class_name, base, is_adapter=part.kind == "adapter")
+
+
+def facts_of_folder(store: Store, tensors: Iterable[tuple[str, Sequence[int]]]) -> ModelFacts:
+    """The facts about a folder of another program; `tensors`: dtype and shape of each."""
+    elements = Counter[str]()
+    for dtype, shape in tensors:
+        elements[dtype] += math.prod(shape)
+    is_adapter = store.stat("adapter_config.json") is not None
+    return _facts(store, "", elements, "", None, is_adapter=is_adapter)
+
+
+def adapter_name(store: Store, part: PartRecord) -> str:
+    """The kind of an adapter of a checkpoint, as in "LoRA"; "adapter" if its config does not say it."""
+    return _adapter_name(document_in(store, f"{part.path}/adapter_config.json".removeprefix("/")))
+
+
+def _adapter_name(config: Mapping[str, Any]) -> str:
+    kind = config.get("peft_type")
+    if not isinstance(kind, str):
+        return "adapter"
+    return "DoRA" if config.get("use_dora") is True else _ADAPTER_NAMES.get(kind, kind)
+
+
+def _facts(
+    store: Store, folder: str, elements: Counter[str], class_name: str, base: str | None, *, is_adapter: bool
+) -> ModelFacts:
+    dtypes = tuple(dtype for dtype, _ in elements.most_common())
+    parameters = elements.total()
+    if is_adapter:
+        config = document_in(store, f"{folder}adapter_config.json")
+        named = config.get("base_model_name_or_path")
+        return ModelFacts(
+            class_name=class_name or None,
+            parameters=parameters,
+            dtypes=dtypes,
+            adapter=_adapter_name(config),
+            rank=_whole(config.get("r")),
+            alpha=_number(config.get("lora_alpha")),
+            targets=_targets(config),
+            base=base or (named if isinstance(named, str) and named else None),
+        )
+    config = document_in(store, f"{folder}config.json")
+    text_config = config.get("text_config")
+    sized = {**text_config, **config} if isinstance(text_config, dict) else config
+    sizes = {field: sized[field] for field in _SIZES if type(sized.get(field)) is int}
+    quantisation = config.get("quantization_config")
+    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+    model_type = config.get("model_type")
+    return ModelFacts(
+        class_name=class_name or class_in(config, "") or None,
+        parameters=parameters,
+        dtypes=dtypes,
+        model_type=model_type if isinstance(model_type, str) else None,
+        sizes=sizes,
+        quantisation=method if isinstance(method, str) else None,
+    )
+
+
+def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
+    targets = config.get("target_modules")
+    if isinstance(targets, str):
+        return (targets,)
+    if not isinstance(targets, list):
+        return ()
+    return tuple(sorted(name for name in targets if isinstance(name, str)))
+
+
+def _whole(value: object) -> int | None:
+    return value if type(value) is int else None
+
+
+def _number(value: object) -> float | None:
+    return value if type(value) in (int, float) else None  # type: ignore[return-value]  # as just compared
+
+
+def rules_of_run(infos: Sequence[CheckpointInfo]) -> Keep | None:
+    """The rules of the run in its newest training state; None if there is none, or it cannot be read."""
+    for info in reversed(infos):
+        for part in info.manifest.parts:
+            if part.kind != STATE:
+                continue
+            documents = [file.path for file in info.manifest.files if file.path.startswith(f"{part.path}/")]
+            document = next((path for path in documents if path.endswith(".json")), "")
+            record = document_in(info.store, document, _MAX_STATE_BYTES).get("keep")
+            if not isinstance(record, dict):
+                return None
+            try:
+                return keep_from_record(record)
+            except (CheckpointError, KeyError, TypeError, ValueError):
+                return None
+    return None
