@@ -23,6 +23,7 @@ from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.messages import expected_one_of
 from ft_ckpt.model.base_model import differing_elements, start_keeps_base
 from ft_ckpt.model.folder import open_folder
+from ft_ckpt.model.libraries import PREFIX
 from ft_ckpt.model.settings import differences_between, quantisation_of
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store, read_text
@@ -34,7 +35,6 @@ _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _INNER, _OUTER = ".lora_A.weight", ".lora_B.weight"
 _MOST_FLOAT = sys.float_info.max
-_PREFIX = "base_model.model."  # PEFT's
 _OF_TRAINING = ("router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise", "output_router_logits")
 _UNREAD = (  # fields of LoRA variants that engines ignore
     *("use_dora", "lora_bias", "use_bdlora", "use_qalora", "alora_invocation_tokens", "layer_replication"),
@@ -129,7 +129,7 @@ def rank_and_scale(settings: Mapping[str, Any], layer: str) -> tuple[int, float]
 def lora_layers(file: TensorFile) -> dict[str, str]:
     """The paths of the layers with matrices in the base model, each with the prefix of its tensors' names."""
     heads = (name.removesuffix(_INNER).removesuffix(_OUTER) for name in file.specs if name.endswith((_INNER, _OUTER)))
-    return {head.removeprefix(_PREFIX): head for head in heads}
+    return {head.removeprefix(PREFIX): head for head in heads}
 
 
 def compare_base(record: PartRecord, base_path: str) -> tuple[list[str], str]:

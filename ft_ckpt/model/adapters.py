@@ -22,7 +22,7 @@ from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, l
 from ft_ckpt.model.base_files import absent_parameters, config_in_files
 from ft_ckpt.model.conversion import cast_entries
 from ft_ckpt.model.entries import Entry, Group, Part, unchanged_entry
-from ft_ckpt.model.libraries import ADAPTER_FILE
+from ft_ckpt.model.libraries import ADAPTER_FILE, PREFIX
 from ft_ckpt.model.on_meta import Shapes, read_config, tensors_made
 from ft_ckpt.model.selection import View
 
@@ -90,7 +90,6 @@ def _configured_rows(place: str, model: Any) -> int | None:
 
 
 T = TypeVar("T")
-PREFIX = "base_model.model."  # PEFT's prefix of names in the base model
 TO_BASE = ("base_layer", "original_module")  # the child of a PEFT layer that is the base layer
 BASE_STEPS = (*TO_BASE, "token_adapter")  # children of PEFT layers on the path to the base layer
 

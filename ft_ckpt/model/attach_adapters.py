@@ -25,7 +25,6 @@ from ft_ckpt.formats.tensor_file import RawFile
 from ft_ckpt.formats.torch_file import compare_sums
 from ft_ckpt.messages import short
 from ft_ckpt.model.adapters import (
-    PREFIX,
     adapter_parts,
     base_name,
     base_sources,
@@ -45,7 +44,7 @@ from ft_ckpt.model.base_model import (
 from ft_ckpt.model.diffusers import model_class as diffusers_class
 from ft_ckpt.model.entries import Entry
 from ft_ckpt.model.folder import join_weight_files
-from ft_ckpt.model.libraries import is_config_of_diffusers
+from ft_ckpt.model.libraries import PREFIX, is_config_of_diffusers
 from ft_ckpt.model.load_weights import beside_weights, weight_names
 from ft_ckpt.model.pretrained import companions_here
 from ft_ckpt.model.selection import View

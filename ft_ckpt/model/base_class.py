@@ -12,9 +12,10 @@ from typing import Any
 
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import LoadError, damaged_input, listing
-from ft_ckpt.model.adapters import PREFIX, base_name, embedding_of
+from ft_ckpt.model.adapters import base_name, embedding_of
 from ft_ckpt.model.base_config import changed_fields, config_for, plain_config
 from ft_ckpt.model.base_files import names_of_today
+from ft_ckpt.model.libraries import PREFIX
 from ft_ckpt.model.pretrained import model_class, without_memory
 from ft_ckpt.model.settings import absurd_counts
 

@@ -27,7 +27,6 @@ from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.messages import warn
 from ft_ckpt.model.adapters import (
-    PREFIX,
     TO_BASE,
     base_name,
     base_sources,
@@ -38,6 +37,7 @@ from ft_ckpt.model.adapters import (
 )
 from ft_ckpt.model.base_config import changes_of_config, class_of_base
 from ft_ckpt.model.entries import Part
+from ft_ckpt.model.libraries import PREFIX
 from ft_ckpt.model.selection import module_at, view_of
 
 _PASSING = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "vocab_size"}

@@ -14,6 +14,7 @@ from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.wrappers import shallow_copy
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.model.entries import Entry, Group, unchanged_entry
+from ft_ckpt.model.libraries import PREFIX
 
 
 def load_conversion_table() -> None:
@@ -40,6 +41,8 @@ def converted_entries(module: Any, kept: Mapping[str, Source]) -> list[Entry]:
     empty = {kind: torch.empty(kind[0], dtype=kind[1], device="meta") for kind in kinds}
     placeholders = {name: empty[s.shape, s.dtype].detach() for name, s in kept.items()}  # one object per name
     described = with_whole_parameters(module, placeholders)
+    if _has_conversions_of_adapter(module):
+        vars(described)["_weight_conversions"] = None  # transformers then takes those of the model's class
     stored: dict[str, Tensor] = revert_weight_conversion(described, dict(placeholders))
     origin = {id(tensor): name for name, tensor in placeholders.items()}
     streamed = {name: origin[id(tensor)] for name, tensor in stored.items() if id(tensor) in origin}
@@ -54,6 +57,13 @@ def converted_entries(module: Any, kept: Mapping[str, Source]) -> list[Entry]:
         else Entry(name, tuple(tensor.shape), tensor.dtype, tensor.dtype, group=group_of[name])
         for name, tensor in stored.items()
     ]
+
+
+def _has_conversions_of_adapter(module: Any) -> bool:
+    """Whether transformers read an adapter into the model, and kept that file's conversions instead of the base's."""
+    conversions = getattr(module, "_weight_conversions", None) or ()
+    patterns = [pattern for conversion in conversions for pattern in conversion.source_patterns]
+    return any(pattern.startswith(PREFIX) for pattern in patterns)
 
 
 def with_whole_parameters(module: nn.Module, placeholders: Mapping[str, Tensor]) -> Any:
