@@ -30,6 +30,11 @@ _TOKEN = re.compile(
 _NAMED_CONTAINER = re.compile(r"(abfss?|wasbs?|ssh|sftp|git)$")  # schemes whose user info without ":" is no secret
 
 
+def install_extra(name: str) -> str:
+    """What to do where a library of an extra of the package is missing."""
+    return f"install the extra {name} (docs/install.md)"
+
+
 def without_secrets(text: str) -> str:
     """`text` with "***" for tokens, and for user info and signing parameters in URLs, with or without a scheme."""
     text = _TOKEN.sub(lambda found: f"{found['kind'] or found['scheme']}{SECRET}", text)

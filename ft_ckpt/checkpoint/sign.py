@@ -30,7 +30,7 @@ def sign(
 
     Raises NotACheckpointError when nothing is committed there; CorruptError when files differ from the manifest, other
     files are in the folder, or the checkpoint is replaced meanwhile; ConfigError for a checkpoint in a bucket, an
-    unusable key, or without the library (`pip install 'ft_ckpt[sign]'`); TargetError when it cannot be written.
+    unusable key, or without the library (the extra sign, docs/install.md); TargetError when it cannot be written.
     """
     place = open_place(path)
     folder = folder_of(place.folder)

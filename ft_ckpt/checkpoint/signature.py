@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, MissingError, TargetError, UnreadableError, shown
-from ft_ckpt.messages import printable
+from ft_ckpt.messages import install_extra, printable
 from ft_ckpt.storage.local_disk import PREFIX, walk_tree
 from ft_ckpt.storage.local_store import folder_of, temporary_store
 from ft_ckpt.storage.store import Store, read_text
@@ -131,7 +131,7 @@ def _libraries() -> tuple[Any, Any, Any]:
     try:
         from model_signing import hashing, signing, verifying
     except ImportError as error:
-        raise ConfigError(f"signatures need model-signing ({error}); pip install 'ft_ckpt[sign]'") from error
+        raise ConfigError(f"signatures need model-signing ({error}); {install_extra('sign')}") from error
     return hashing, signing, verifying
 
 

@@ -18,6 +18,7 @@ from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.config import human_size, parse_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError
+from ft_ckpt.messages import install_extra
 from ft_ckpt.schedule import bounded_interval, expected_overhead, optimal_interval, parse_seconds
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store
@@ -39,7 +40,7 @@ def new_figure(inches: tuple[float, float]) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ConfigError("drawing needs matplotlib; run `pip install 'ft_ckpt[plot]'`") from error
+        raise ConfigError(f"drawing needs matplotlib; {install_extra('plot')}") from error
     return Figure(figsize=inches, layout="constrained")
 
 

@@ -27,7 +27,7 @@ from ft_ckpt.formats.tensor_file import (
     moved_index,
     read_index,
 )
-from ft_ckpt.messages import printable
+from ft_ckpt.messages import install_extra, printable
 from ft_ckpt.storage.scratch import local_version
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -156,7 +156,7 @@ class ForeignDataset:
         except CorruptError as error:
             raise CorruptError(
                 f"{error}; it is damaged, or compressed with a filter that is not installed (filters: "
-                f"{list(self.handle._filters) or 'none'}; pip install hdf5plugin)"
+                f"{list(self.handle._filters) or 'none'}; {install_extra('compression')})"
             ) from error
         if len(values) != row * (1 if first is None or last is None else last - first):
             raise CorruptError(f"{self.source.raw.name}: {self.path} has {len(values)} values, not {row} in each row")

@@ -32,9 +32,10 @@ from ft_ckpt.formats.hdf5_metadata import UNDEFINED, hdf5_header
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec
 from ft_ckpt.formats.pytree import Node
 from ft_ckpt.formats.tensor_file import RawFile, tensor_digest
+from ft_ckpt.messages import install_extra
 
 METHODS, SHUFFLES = ("zstd", "lz4", "blosc2", "gzip"), ("bit", "byte", None)
-INSTALL = "pip install 'ft_ckpt[compression]'"
+INSTALL = install_extra("compression")
 _SHUFFLE, _DEFLATE = 2, 1  # filters of HDF5 itself, which every reader has
 _PLUGINS = {32004: "lz4", 32008: "bshuf", 32015: "zstd", 32026: "blosc2"}
 _LEVEL = 1  # of Zstandard: on weights, higher levels take twice the time and give larger files

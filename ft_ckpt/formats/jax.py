@@ -24,6 +24,7 @@ from ft_ckpt.formats.layout import ITEM_BYTES, Spec, checked_sizes
 from ft_ckpt.formats.pytree import MOST_LEVELS, Node
 from ft_ckpt.formats.safetensors import begins_with_header
 from ft_ckpt.formats.tensor_file import FREE_BYTES, IndexedFile, RawFile, Span, SpanFile, TensorIndex
+from ft_ckpt.messages import install_extra
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.scratch import check_files_inside, local_folder
 from ft_ckpt.storage.store import is_inside, read_text
@@ -37,7 +38,7 @@ def load_tensorstore() -> Any:
     try:
         import tensorstore  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
-        raise ConfigError(f"orbax checkpoints need tensorstore ({error}); pip install 'ft_ckpt[orbax]'") from error
+        raise ConfigError(f"orbax checkpoints need tensorstore ({error}); {install_extra('orbax')}") from error
     return tensorstore
 
 

@@ -29,6 +29,7 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.tensor_file import read_in_steps
+from ft_ckpt.messages import install_extra
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.scratch import check_files_inside, check_prefix_inside, local_folder
@@ -61,9 +62,8 @@ def load_tensorflow() -> Any:
     try:
         import tensorflow  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError as error:
-        raise ConfigError(
-            f"TensorFlow checkpoints need tensorflow ({error}); pip install 'ft_ckpt[tensorflow]'"
-        ) from error
+        remedy = install_extra("tensorflow")
+        raise ConfigError(f"TensorFlow checkpoints need tensorflow ({error}); {remedy}") from error
     return tensorflow
 
 

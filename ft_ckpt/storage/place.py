@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, MissingError, UnreadableError
-from ft_ckpt.messages import without_secrets
+from ft_ckpt.messages import install_extra, without_secrets
 from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.storage.local_store import LocalStore, files_access, folders_access, linked_path
 from ft_ckpt.storage.store import FREE, HUB_BUCKETS, Access, Readable, Store, is_name
@@ -73,7 +73,7 @@ def _open_bucket(url: str, options: dict[str, Any]) -> "ObjectStore":
     try:
         from ft_ckpt.storage.object_store import ObjectStore  # lazily: local runs do not need the client
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{url}: object stores need obstore; run `pip install 'ft_ckpt[remote]'`") from error
+        raise ConfigError(f"{url}: object stores need obstore; {install_extra('remote')}") from error
     variables = sorted(item for item in os.environ.items() if item[0].upper().startswith(_SETTINGS))
     key = repr((url, sorted(options.items()), variables))
     if key not in _OPEN:

@@ -7,7 +7,7 @@
 
 Run it in the repository. Every measure has as many counted rounds as asked for, after an uncounted one; all take turns
 in a round, and figures are medians. Quote the ratios: times are the machine's, and a virtual disk's rate changes from
-minute to minute. `pip install ft_ckpt[bench]` brings the peers; those that are not installed are left out. "upload" and
+minute to minute. The extra `bench` brings the peers; those that are not installed are left out. "upload" and
 "download" need a bucket: FT_CKPT_BENCH_STORE=s3://bucket/bench, and the environment variables of its client.
 """
 

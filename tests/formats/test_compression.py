@@ -242,11 +242,11 @@ def test_without_hdf5plugin(tmp_path, monkeypatch):
     save({"x": torch.ones(9999), "small": torch.ones(3)}, tmp_path / "x.h5", compression="zstd")
     hdf5_filters._plugin_function.cache_clear()
     monkeypatch.setitem(sys.modules, "hdf5plugin", None)
-    with pytest.raises(ConfigError, match=r"pip install 'ft_ckpt\[compression\]'"):
+    with pytest.raises(ConfigError, match="install the extra compression "):
         save({"x": torch.ones(9999)}, tmp_path / "y.h5", compression="zstd")
     found = load(tmp_path / "x.h5")
     assert found["small"].sum() == 3
-    with pytest.raises(CorruptError, match=r"pip install 'ft_ckpt\[compression\]'"):
+    with pytest.raises(CorruptError, match="install the extra compression "):
         found["x"].values()
 
 

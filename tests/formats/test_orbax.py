@@ -129,7 +129,7 @@ def test_names_that_lead_out_of_the_folder_are_refused(tensorstore, tmp_path):
 
 def test_without_tensorstore_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorstore", None)
-    with pytest.raises(ConfigError, match=r"pip install 'ft_ckpt\[orbax\]'"):
+    with pytest.raises(ConfigError, match="install the extra orbax "):
         open_source(open_place(GOLDEN / "orbax"))
 
 

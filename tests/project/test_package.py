@@ -18,14 +18,25 @@ def test_every_extra_is_on_the_page_with_its_packages():
 
 
 def test_extras_that_are_named_exist():
-    """In an error or on a page, `ft_ckpt[plot]` or `".[plot]"`: pip only warns of an extra that it does not know."""
+    """In an error or on a page: pip only warns of an extra that it does not know."""
     files = [*(ROOT / "ft_ckpt").rglob("*.py"), ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    installed = re.compile(r"(?:ft_ckpt|['\"]\.)\[([\w,]+)\]['\"`)]")
+    installed = re.compile(r"""(?:\.whl|['"]\.)\[([\w,]+)\]['"`)]|(?:install_extra\(['"]|the extra \[?`)(\w+)['"`]""")
     found = {
-        (file.name, extra) for file in files for names in installed.findall(text(file)) for extra in names.split(",")
+        (file.name, extra)
+        for file in files
+        for listed, named in installed.findall(text(file))
+        for extra in (listed or named).split(",")
     }
-    assert {("place.py", "remote"), ("install.md", "plot")} <= found
+    assert {("place.py", "remote"), ("install.md", "remote")} <= found
     assert [(file, extra) for file, extra in sorted(found) if extra not in EXTRAS] == []
+
+
+def test_no_text_installs_a_name_of_the_package_index():
+    """`pip install ft_ckpt` would bring whatever somebody has put there."""
+    files = [*(ROOT / "ft_ckpt").rglob("*.py"), ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    files = [file for file in files if file.name != "changes-0.2.md"]
+    installs = re.compile(r"pip install [^\n`]*?\bft_ckpt(?!-)")
+    assert [(file.name, words) for file in files for words in installs.findall(text(file))] == []
 
 
 def test_the_tests_of_each_promise_exist():
