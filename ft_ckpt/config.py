@@ -60,15 +60,15 @@ class SaverConfig:
     direct_io: str = "auto"
     """Unbuffered writes (O_DIRECT): "auto" for files from 8 MiB on if the file system supports them, "on", "off"."""
     digest: str = "xxh3"
-    """Digests of weight files: "xxh3", or "sha256" to store SHA-256 besides, so that `sign` need not read them again.
+    """Digests of weight files: "xxh3", or "sha256" to store SHA-256 too, so that `sign` need not read the files again.
     A file that several ranks write gets no SHA-256."""
     io_priority: str = "normal"
     """I/O priority of a background save, if the disk's scheduler supports it: "normal" or "low"."""
     each_rank_writes: str = "auto"
-    """Several ranks write: on a file system each its own bytes, in a bucket each some of the files. "auto" if it pays,
-    "on", or "off" (rank 0 alone)."""
+    """Each rank writes its own bytes (in a bucket: some of the files): "on", "off" (rank 0 writes everything), or
+    "auto" (where it is faster)."""
     reuse_frozen: str = "auto"
-    """Frozen tensors in files of their own that later checkpoints hard-link: "auto" if it pays, "on", or "off"."""
+    """Write frozen tensors as separate files, which later checkpoints hard-link: "on", "off", or "auto" (if large)."""
     background: bool = False
     """`save` and `save_state` return at once; the checkpoint is written while training continues."""
     snapshot_bytes: int | str | None = None
@@ -82,28 +82,25 @@ class SaverConfig:
     when_full: str = "raise"
     """On a disk without room for a checkpoint: "raise"; "prune" by `keep` first; "wait" until there is room."""
     on_difference: str = "warn"
-    """On a resume with other settings than at the save, or replicas that differ at a save (the first rank's value is
-    stored, a run also stores each rank's own): "warn", "raise" or "ignore"."""
+    """If a resumed run has other settings than the saved one, or replicas differ at a save: "warn", "raise" or
+    "ignore"."""
     fan_out: str = "auto"
-    """Which ranks read a checkpoint: each its part ("read"), or rank 0 the replicated tensors ("broadcast"). "auto" is
-    "read", except for small ranges in a bucket, which rank 0 reads for all."""
+    """Who reads a checkpoint: "read" (each rank its part), "broadcast" (rank 0 reads replicated tensors for all), or
+    "auto" ("read", but "broadcast" for small ranges in a bucket)."""
     store_options: Mapping[str, Any] | None = field(default=None, repr=False)  # may have secret keys
     """Options of the client of a URL's object store, as for `ft_ckpt.open_place`."""
     lease: bool = True
-    """One process at a time trains into the directory: a second one gets an error that names the first. False: no lease
-    is taken or looked at, and checkpoints may be of either."""
+    """Allow one training process for the directory; a second one gets an error that names the first. False: allow
+    several, which may overwrite each other's checkpoints."""
     staging: str | os.PathLike[str] | None = None
-    """A local folder for this run alone: checkpoints for a bucket are committed there and uploaded during training; a
-    run resumes from the newest of both places."""
+    """A local folder for this run alone. Checkpoints for a bucket are committed there, then uploaded during training. A
+    resume takes the newest checkpoint of both places."""
     overwrite: bool = False
-    """Replace a checkpoint of the same name in a bucket, which is deleted before the new one is whole; also an argument
-    of `save` and `save_state` for one save."""
+    """Replace a checkpoint of the same name in a bucket. The old one is deleted before the new one is complete. Also an
+    argument of `save` and `save_state`."""
     publish: str | Sequence[str] | Mapping[str, Any] | None = field(default=None, repr=False)  # may have secret headers
-    """Running servers that get each checkpoint of the run in the background, or the newest of several that wait: a URL,
-    several, or a mapping of url= and other arguments of `ft_ckpt.publish`. Before a resume returns they get the resumed
-    checkpoint; with after_resume="published" in the mapping the version that they had when it was saved, if the run
-    still has that checkpoint and it is whole.
-    """
+    """Inference servers to update after each save: a URL, a list, or a dict of arguments of `ft_ckpt.publish`. See
+    docs/publish.md."""
     verify_resume: bool = True
     """Compare the digests of all files on a resume, most of them while they are read."""
 

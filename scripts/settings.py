@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -44,10 +45,19 @@ def _docstrings(kind: type) -> dict[str, str]:
     """The string below each annotated name in the source of a class."""
     body = ast.parse(inspect.getsource(kind)).body[0].body
     return {
-        name.target.id: " ".join(text.value.value.split()).replace("|", "\\|")
+        name.target.id: _with_links(" ".join(text.value.value.split()).replace("|", "\\|"))
         for name, text in pairwise(body)
         if isinstance(name, ast.AnnAssign) and isinstance(text, ast.Expr)
     }
+
+
+def _with_links(words: str) -> str:
+    """Pages that are named by their path, as links with their titles."""
+    return re.sub(r"docs/(\w+\.md)", lambda path: f"[{_title(path[1])}]({path[1]})", words)
+
+
+def _title(page: str) -> str:
+    return (PAGE.parent / page).read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
 
 
 def _shown(value: Any) -> str:
