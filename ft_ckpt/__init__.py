@@ -5,9 +5,16 @@ not import torch.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ft_ckpt._version import __version__ as __version__
+
+if sys.platform == "win32":
+    raise ImportError(
+        "ft_ckpt: Windows lacks the calls that its commits rest on (fcntl, syncing a folder); run it in WSL 2, on the "
+        "disk of WSL, see docs/platforms.md"
+    )
 
 if TYPE_CHECKING:
     from ft_ckpt import errors

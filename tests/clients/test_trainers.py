@@ -45,6 +45,18 @@ def test_reward_models_of_llama_factory_are_refused_before_the_first_step(tmp_pa
     assert done.returncode == REFUSED, log_of(done)
 
 
+@needs("llamafactory")
+def test_the_page_of_llama_factory(tmp_path: Path) -> None:
+    done = run_client("clients_page", "llama-factory", tmp_path)
+    assert done.returncode == 0, log_of(done)
+
+
+@needs("ms-swift")
+def test_the_page_of_ms_swift(tmp_path: Path) -> None:
+    done = run_client("clients_page", "ms-swift", tmp_path)
+    assert done.returncode == 0, log_of(done)
+
+
 @needs("ms-swift")
 @pytest.mark.parametrize("case", SWIFT)
 def test_ms_swift(case: str, tmp_path: Path) -> None:

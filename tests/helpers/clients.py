@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def run_client(
         python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {
         **os.environ,
+        "PATH": os.pathsep.join([str(ENVIRONMENT / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": python_path(),
         "PYTHONWARNINGS": "ignore",
         "DISABLE_VERSION_CHECK": "1",  # LLaMA-Factory's, which knows older libraries

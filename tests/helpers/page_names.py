@@ -34,6 +34,8 @@ saver: CheckpointSaver
 early_stopping: Any  # an object with a state dict
 train: Callable[[dict[str, torch.Tensor]], torch.Tensor]
 evaluate: Callable[[nn.Module], float]
+base: PreTrainedModel
+make_base: Callable[[], PreTrainedModel]
 
 writer: Writer
 step: int

@@ -2,8 +2,9 @@
 
 A comment on the line above a fence changes how its block is run; readers do not see it:
 
-    <!-- not run: REASON -->   the block cannot run in a test
-    <!-- new script -->        from here on the names of the blocks before are undefined, as in another file
+    <!-- not run: REASON -->      the block cannot run in a test
+    <!-- new script -->           from here on the names of the blocks before are undefined, as in another file
+    <!-- run by tests/clients --> the block needs LLaMA-Factory, ms-swift or diffusers: tests/clients runs it
 
 A `diff` block shows a change of a Python script: the lines after the change are run.
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 RUN = {"python", "sh", "console"}
 PARSED = {"yaml", "json"}
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)(?: +(?P<rest>.*))?$")
-_COMMENT = re.compile(r"<!-- (?P<word>not run|new script)(?:: (?P<reason>.+))? -->")
+_COMMENT = re.compile(r"<!-- (?P<word>not run|new script|run by tests/clients)(?:: (?P<reason>.+))? -->")
 _TITLE = re.compile(r'title="([^"]+)"')
 _CHANGING = (  # parts of an output that differ from run to run, and their placeholders in both texts
     (re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d)?( UTC|Z)?"), "<date>"),
@@ -40,6 +41,7 @@ class Block:
     title: str | None = None
     not_run: str | None = None
     begins_script: bool = False
+    is_of_clients: bool = False
     answer: str | None = None
 
     def __str__(self) -> str:
@@ -84,6 +86,7 @@ def _fences(page: Path) -> Iterator[tuple[Block, int, int]]:
                 title=title and title[1],
                 not_run=reason if word == "not run" else None,
                 begins_script=word == "new script",
+                is_of_clients=word == "run by tests/clients",
             )
             yield block, number, above
             opened, mark, above = None, None, number

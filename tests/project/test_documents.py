@@ -23,6 +23,7 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 PARSERS = {"yaml": yaml.safe_load, "json": json.loads}
 MOST_NOT_RUN = 8
+PAGES_SECONDS = 900  # for all pages: some start programs, and wait for signals
 
 QUICK = ("settings", "on-disk")
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
@@ -44,9 +45,10 @@ def done(request, tmp_path_factory):
             (folder / name).mkdir()
             (folder / name / "page.md").write_text(page, encoding="utf-8")
             names.append(name)
-    return folder, run_cases("page", names, folder, ranks=1, timeout=380)
+    return folder, run_cases("page", names, folder, ranks=1, timeout=PAGES_SECONDS)
 
 
+@pytest.mark.timeout(PAGES_SECONDS + 60)
 @quick_pages
 def test_a_page_does_what_it_says(page, done):
     """Its blocks in order, in an empty folder: what a reader would do who copies them one after the other."""

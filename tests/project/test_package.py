@@ -1,6 +1,8 @@
 """The package as its users install it: extras, versions, distributions; each table of a page equals its source."""
 
 import re
+import subprocess
+import sys
 
 import tomllib
 from places import ROOT
@@ -15,6 +17,14 @@ def test_every_extra_is_on_the_page_with_its_packages():
     table = {cells[0]: cells[1] for cells in rows("docs/install.md", "extra")}
     expected = {extra: [name for each in needed for name in named(each)] for extra, needed in EXTRAS.items()}
     assert {extra: re.findall(r"`([^`]+)`", packages) for extra, packages in table.items()} == expected
+
+
+def test_the_import_on_windows_names_the_page():
+    """Otherwise the first use fails with "No module named 'fcntl'"."""
+    code = "import sys; sys.platform = 'win32'; import ft_ckpt"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ImportError: ft_ckpt: Windows lacks" in done.stderr
+    assert "docs/platforms.md" in done.stderr
 
 
 def test_extras_that_are_named_exist():

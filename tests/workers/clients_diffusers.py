@@ -289,7 +289,7 @@ def page(folder: Path) -> None:
     unet = make("UNet2DConditionModel")
     names = {"unet": unet, "pipeline": pipeline_with(make("UNet2DConditionModel")), "LoraConfig": LoraConfig}
     names |= {"ft_ckpt": ft_ckpt, "saver": CheckpointSaver(None)}
-    blocks = [block for block in blocks_of(ROOT / "docs/diffusers.md") if block.language == "python"]
+    blocks = [block for block in blocks_of(ROOT / "docs/diffusers.md") if block.is_of_clients]
     assert blocks
     for block in blocks:
         exec(block.code, names)

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
 import torch
+from client_data import make_base, write_llama_factory_data, write_swift_data
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -125,18 +125,6 @@ def logits_of(model: Any) -> torch.Tensor:
     return logits
 
 
-def make_base(folder: Path) -> Path:
-    torch.manual_seed(0)
-    base: Any = models.llama(vocab_size=128)
-    base.save_pretrained(folder / "base")
-    models.tokenizer().save_pretrained(folder / "base")
-    return folder / "base"
-
-
-def sentence(number: int, words: int = 5) -> str:
-    return " ".join(f"w{(7 * number + 3 * word) % 80}" for word in range(words))
-
-
 # The programs
 
 
@@ -144,16 +132,7 @@ def llama_factory(folder: Path, settings: dict[str, Any]) -> None:
     """`run_exp` of LLaMA-Factory with the callback; its `export_model` reads the result."""
     from llamafactory.train.tuner import export_model, run_exp
 
-    base, data = make_base(folder), folder / "data"
-    data.mkdir()
-    rows = [{"instruction": sentence(i), "input": "", "output": sentence(i + 1)} for i in range(24)]
-    pairs = [{**row, "chosen": sentence(i + 2), "rejected": sentence(i + 3)} for i, row in enumerate(rows)]
-    (data / "rows.json").write_text(json.dumps(rows))
-    (data / "pairs.json").write_text(json.dumps(pairs))
-    columns = {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"}
-    info = {"rows": {"file_name": "rows.json"}}
-    info["pairs"] = {"file_name": "pairs.json", "ranking": True, "columns": columns}
-    (data / "dataset_info.json").write_text(json.dumps(info))
+    base, data = make_base(folder), write_llama_factory_data(folder)
     ranked = settings.get("stage") in ("dpo", "rm")
     shared = {"model_name_or_path": str(base), "template": "default", "trust_remote_code": False}
     arguments = {
@@ -205,17 +184,12 @@ def swift(folder: Path, settings: dict[str, Any]) -> None:
     from swift.model import get_model_processor
     from swift.pipelines import export_main
 
-    base = make_base(folder)
-    lines = []
-    for i in range(24):
-        turns = [{"role": "user", "content": sentence(i)}, {"role": "assistant", "content": sentence(i + 1)}]
-        lines.append(json.dumps({"messages": turns}))
-    (folder / "data.jsonl").write_text("\n".join(lines))
+    base, data = make_base(folder), write_swift_data(folder)
     arguments = {
         "model": base,
         "model_type": "llama",
         "template": "dummy",
-        "dataset": folder / "data.jsonl",
+        "dataset": data,
         "torch_dtype": "float32",
         "max_length": 32,
         "per_device_train_batch_size": 2,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import client_data
 import models
 import numpy as np
 import torch
@@ -70,7 +71,7 @@ def on_saved(_: int) -> dict[str, Any]:
     return {**names, "train": train, "evaluate": lambda _: 2.0, "saver": saver, "CheckpointSaver": CheckpointSaver}
 
 
-on_full = on_background = on_hdf5 = on_files = on_contributing = on_object_stores = on_saved
+on_full = on_background = on_hdf5 = on_files = on_contributing = on_object_stores = on_nodes = on_saved
 
 
 def on_lora(script: int) -> dict[str, Any]:
@@ -196,6 +197,73 @@ def on_errors(script: int) -> dict[str, Any]:
 
 def on_trainer(script: int) -> dict[str, Any]:
     return on_readme(script)
+
+
+TASK = """
+import sys, time
+sys.path[:0] = {path}
+import models, torch, trainers
+
+class Slow(trainers.Sentences):
+    def __getitem__(self, index):
+        time.sleep(0.005)  # a run of a few seconds, so that a signal comes before its end
+        return super().__getitem__(index)
+
+torch.manual_seed(0)
+model, data = models.llama(), Slow(noise=False)
+"""
+
+
+def on_spot(_: int) -> dict[str, Any]:
+    """The module with the reader's model and data."""
+    Path("task.py").write_text(TASK.format(path=[str(Path(models.__file__).parent)]))
+    return {}
+
+
+def on_offline(_: int) -> dict[str, Any]:
+    """A cache of the Hub with one model, as `hf download` fills it."""
+    on_spot(0)
+    revision = "1" * 40
+    repository = Path("hub/hub/models--org--tiny")
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text(revision)
+    save_base(str(repository / "snapshots" / revision))
+    return {}
+
+
+def on_qlora(_: int) -> dict[str, Any]:
+    """A base whose layers are large enough for the blocks of bitsandbytes."""
+    base: Any = models.llama(hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
+    base.bfloat16().save_pretrained("base")
+    models.tokenizer().save_pretrained("base")
+    return {"data": trainers.Sentences(noise=False)}
+
+
+def on_troubleshooting(script: int) -> dict[str, Any]:
+    return {**on_saved(script), "base": models.qwen3(), "make_base": models.qwen3}
+
+
+def on_early_stopping(script: int) -> dict[str, Any]:
+    if script:
+        losses = iter([3.0, 2.0, 2.5, 2.6, 1.0])
+        return {**on_saved(script), "evaluate": lambda _: next(losses)}
+    return {"model": models.llama(), "data": trainers.Sentences(noise=False)}
+
+
+def on_accumulation(_: int) -> dict[str, Any]:
+    return parts(models.llama())
+
+
+def on_llama_factory(_: int) -> dict[str, Any]:
+    client_data.make_base(Path())
+    client_data.write_llama_factory_data(Path())
+    return {}
+
+
+def on_ms_swift(_: int) -> dict[str, Any]:
+    client_data.make_base(Path())
+    client_data.write_swift_data(Path())
+    return {}
 
 
 def on_lightning(script: int) -> dict[str, Any]:
