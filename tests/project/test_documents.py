@@ -138,6 +138,20 @@ def test_every_link_between_the_sources_beside_the_site_leads_to_one(site):
     assert [(path.name, link) for path, link in local if not (path.parent / link).exists()] == []
 
 
+def test_descriptions_of_parameters_become_rows():
+    """In the order of the docstring, each to the next one or the end of its paragraph; other names stay in the text."""
+    split = runpy.run_path(str(ROOT / "scripts" / "api_tables.py"))["split_descriptions"]
+    docstring = """Load it.
+
+    `path` is a folder. `base`: the model, or
+    its folder. It is compared. `with_report`: see `base`.
+
+    `other`: no parameter. Raises LoadError."""
+    text, rows = split(docstring.replace("    ", ""), ["path", "base", "with_report"])
+    assert text == "Load it.\n\n`path` is a folder.\n\n`other`: no parameter. Raises LoadError."
+    assert rows == {"base": "the model, or its folder. It is compared.", "with_report": "see `base`."}
+
+
 def test_every_page_is_listed_for_language_models():
     """Once, with the first sentence of its text."""
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
