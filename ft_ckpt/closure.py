@@ -98,6 +98,8 @@ class _ClosureSchedule:
                 "training loop, or leave its decorator out"
             )
         self._find_saver()
+        if self._saver is not None:
+            self._saver._run.reminder.note_call()  # its schedule decides here
         if self._saver is not None and not self._saver._run.is_between_steps:
             return None
         poll = self._note_step()

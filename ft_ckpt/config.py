@@ -180,6 +180,8 @@ def make_config(config: SaverConfig | None, settings: Mapping[str, object]) -> S
     """The configuration given as an object or as keywords, not both; ConfigError names unknown keywords."""
     if config is not None and settings:
         raise ConfigError(f"config= and {', '.join(sorted(settings))}= were both given; use one of the two ways")
+    if not isinstance(config, SaverConfig | None):
+        raise ConfigError(f"config: a {type(config).__name__}, expected SaverConfig(...); or give settings as keywords")
     names = [field.name for field in fields(SaverConfig)]
     unknown = sorted(set(settings) - set(names))
     if unknown:
@@ -354,11 +356,29 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
             "a multiple of 4096 (for unbuffered writes), at least 65536",
         ),
         ("name_template", _is_template, "{step} or {epoch}, no other field, no slash, no dot at the beginning"),
-        ("lease", lambda takes: isinstance(takes, bool), "True or False"),
+        *((switch, _is_bool, "True or False") for switch in ("background", "lease", "overwrite", "verify_resume")),
+        *((name, _is_text_or_none, "text or None") for name in ("attribute", "chat_template_name", "base_id")),
+        ("store_options", lambda options: isinstance(options, Mapping | None), "a mapping of the client's options"),
         ("staging", _is_local_folder, "a folder of this machine, or None"),
         ("publish", _is_publish_goal, "a server's URL, several, or a mapping of url=, after_resume= and publish's"),
-        ("base_id", lambda name: without_secrets(name or "") == (name or ""), "a name without key, password or token"),
+        (
+            "base_id",
+            _is_without_secrets,
+            "a name without key, password or token",
+        ),
     ]
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_text_or_none(value: Any) -> bool:
+    return isinstance(value, str | None)
+
+
+def _is_without_secrets(value: Any) -> bool:
+    return not isinstance(value, str) or without_secrets(value) == value
 
 
 def _is_template(template: str) -> bool:

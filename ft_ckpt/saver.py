@@ -1,5 +1,6 @@
 """`CheckpointSaver`: the interface of ft_ckpt to a training script."""
 
+import atexit
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,6 +32,13 @@ from ft_ckpt.saving.plan import check_companions, library_versions, request_of
 from ft_ckpt.saving.run_saves import RunSaves
 from ft_ckpt.storage.place import Place, shown_location
 from ft_ckpt.training import triggers
+from ft_ckpt.training.arguments import (
+    check_accelerator,
+    check_loop,
+    check_mappings,
+    check_schedule,
+    check_tokenizer,
+)
 from ft_ckpt.training.choose import Wanted, parse_mode
 from ft_ckpt.training.data_position import DataPosition
 from ft_ckpt.training.resume import resume_run
@@ -146,6 +154,9 @@ class CheckpointSaver(Generic[SaveResult]):
         self._rehearsal = triggers.start_recorder()
         if self._rehearsal is not None:
             directory, self.config = self._rehearsal.directory, replace(self.config, staging=None, publish=None)
+        check_accelerator(accelerator)
+        check_tokenizer(tokenizer)
+        check_schedule(self.config, directory)
         self.accelerator = accelerator
         self.tokenizer = tokenizer
         self._places = open_run_places(directory, self.config, lambda: self._current_ranks().is_main)
@@ -255,6 +266,8 @@ class CheckpointSaver(Generic[SaveResult]):
             max_shard_size=max_shard_size, background=background, overwrite=overwrite,
         )  # fmt: skip
         push_to = None if push_to_hub is None else push_goal(push_to_hub, **config.client_options)
+        check_tokenizer(tokenizer)
+        check_mappings(state_dict=state_dict, extra_files=extra_files)
         step = step_of(step)
         facts = self._run.facts_of_save(step, numbers_of(metrics))
         model = model_inside(model)
@@ -380,6 +393,7 @@ class CheckpointSaver(Generic[SaveResult]):
         epoch are made there if the loader could not tell its last batch. After all `epochs` the last step is saved if
         there is a schedule and the step was not saved.
         """
+        check_loop(loader, epochs)
         self._run.refuse_half_restored()
         feed = self.place_in(loader, replay)
         self._epochs = epochs or self._epochs
@@ -390,6 +404,7 @@ class CheckpointSaver(Generic[SaveResult]):
             # Looked up again, because the run may have been rolled back.
             feed = self.place_in(loader, replay)
             batches = self._saves.read_until_signal(feed.batches())
+            batches = self._run.watch_loop(batches, self._current_ranks())
             yield from batches if self._rehearsal is None else self._rehearsal.watch_batches(batches)
             if self.config.every is not None and self.config.every.epochs:
                 self._saves.save_if_due({})
@@ -503,6 +518,7 @@ class CheckpointSaver(Generic[SaveResult]):
         `background` and `overwrite` as for `save`. Then checkpoints that `keep` does not select are deleted. Raises
         what `save` raises.
         """
+        check_mappings(extra_files=extra_files)
         counted = self._run.agree_on_metrics(numbers_of(metrics), self._current_ranks())
         config = self._config_with(background=background, overwrite=overwrite)
         self._run.register({**objects, **({} if model is None else {"model": model})})
@@ -581,6 +597,7 @@ class CheckpointSaver(Generic[SaveResult]):
             stack.callback(_OPEN.discard, self)
             stack.callback(self._saves.close)
             if save and not self._saves.is_closed:
+                self._run.remind_of_step(self._current_ranks())
                 self._saves.save_last()
 
     def __enter__(self) -> Self:
@@ -599,3 +616,12 @@ class CheckpointSaver(Generic[SaveResult]):
 def open_savers() -> list["CheckpointSaver[Any]"]:
     """The savers of this process that are neither closed nor garbage-collected."""
     return list(_OPEN)
+
+
+@atexit.register
+def _remind_open_savers() -> None:
+    """A script that ends without an error may never have called `step`, nor closed its saver."""
+    if hasattr(sys, "last_value"):  # it ends with an error, which says more
+        return
+    for saver in open_savers():
+        saver._run.remind_of_step(saver._current_ranks())

@@ -25,6 +25,7 @@ from ft_ckpt.integrations.trainer_layout import ends_chain
 from ft_ckpt.messages import warn
 from ft_ckpt.retention import Keep
 from ft_ckpt.saving.follow_up import SaveHook, hooks_of
+from ft_ckpt.training.arguments import in_words
 
 __all__ = ["FtCkptCallback", "checkpointed"]
 
@@ -69,8 +70,13 @@ def checkpointed(
     saver before the first step, after a resume or at a fresh start, for example to invite writers. `on_saved` and
     `settings` are those of `CheckpointSaver`.
 
-    Raises ConfigError for invalid settings.
+    Raises ConfigError for invalid settings, and for anything but a class of trainers.
     """
+    if not isinstance(trainer_class, type) or not issubclass(trainer_class, Trainer):
+        raise ConfigError(
+            f"checkpointed(): {in_words(trainer_class)}, expected transformers' Trainer or a class built on it, as in "
+            "checkpointed(SFTTrainer)(model, args, ...)"
+        )
     if "every" in settings:
         raise ConfigError("every=: the Trainer decides when to save; set save_strategy and save_steps")
     found = TrainerSettings(keep_of(keep), allow, make_config(None, settings), hooks_of(on_saved), state, on_resumed)

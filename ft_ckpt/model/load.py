@@ -21,7 +21,7 @@ from ft_ckpt.distributed.wrappers import hides_tensors, keeps_weights, wrapper_c
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.tensor_file import MemoryFile
-from ft_ckpt.messages import printable
+from ft_ckpt.messages import printable, short
 from ft_ckpt.model.attach_adapters import attach_adapters, base_of
 from ft_ckpt.model.diffusers import empty_of_config
 from ft_ckpt.model.diffusers import model_class as diffusers_class
@@ -182,7 +182,11 @@ def load_model(
     """
     if mapped not in (True, False, "auto"):
         raise LoadError(f"mapped={mapped!r}: expected True, False or 'auto'")
-    is_host = device is None or torch.device(device).type in ("cpu", "meta")
+    if into is not None and not isinstance(into, nn.Module):
+        raise LoadError(f"into={short(into)}: expected a torch.nn.Module to load the values into")
+    if not isinstance(classes, Mapping | None):
+        raise LoadError(f"classes={short(classes)}: expected a class for each name, as a mapping")
+    is_host = device is None or _device_type(device) in ("cpu", "meta")
     read_to = None if is_host else torch.empty(0, device=device).device  # with its index, which differs by thread
     options = _LoadOptions(base, into, classes or {}, strict, check_base, trust_remote_code, verify, mapped, read_to)
     root, wanted = _find_checkpoint(open_place(path), part)
@@ -202,6 +206,13 @@ def load_model(
     reports = [report for _, report in loaded.values()]
     is_copied = device is not None and torch.device(device).type != "cpu"
     return result, summary_of(origin, wanted or "", reports, copied=is_copied)
+
+
+def _device_type(device: str | torch.device) -> str:
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise LoadError(f"device={short(device)}: unknown to torch; expected such as 'cpu' or 'cuda:0'") from error
 
 
 def _find_checkpoint(place: Place, part: str | None) -> tuple[Store, str | None]:

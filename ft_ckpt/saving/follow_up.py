@@ -16,7 +16,8 @@ from functools import partial
 from ft_ckpt.checkpoint.run_places import RunPlaces
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.engines.follow import Publisher, publish_goal
-from ft_ckpt.messages import warn
+from ft_ckpt.errors import ConfigError, listing
+from ft_ckpt.messages import short, warn
 from ft_ckpt.saving.execute import SaveReport
 from ft_ckpt.storage.place import Place
 from ft_ckpt.transfer.outgoing import PushOptions
@@ -115,7 +116,11 @@ def _call_hook(hook: SaveHook, report: SaveReport) -> None:
 
 
 def hooks_of(given: SaveHook | Iterable[SaveHook] | None) -> tuple[SaveHook, ...]:
-    """The functions in `given`: one, several or none."""
+    """The functions in `given`: one, several or none. Raises ConfigError for anything else."""
     if given is None:
         return ()
-    return (given,) if callable(given) else tuple(given)
+    hooks = (given,) if callable(given) else tuple(given) if isinstance(given, Iterable) else (given,)
+    wrong = [short(hook) for hook in hooks if not callable(hook)]
+    if wrong:
+        raise ConfigError(f"on_saved={listing(wrong, ', ')}: expected a function of one SaveReport, or several")
+    return hooks

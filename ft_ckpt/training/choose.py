@@ -56,6 +56,7 @@ from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.proofs import share_proofs
 from ft_ckpt.training.accelerate_folder import find_accelerate_folder, is_foreign, open_accelerate_folder
+from ft_ckpt.training.arguments import in_words
 from ft_ckpt.training.state import Document, ResumePoint, StoredTensors, open_resume_point
 from ft_ckpt.transfer.copies import content_identity
 
@@ -76,7 +77,8 @@ def parse_mode(checkpoint: Any) -> str | Place:
     if isinstance(checkpoint, (str, Path)) and str(checkpoint):
         return str(checkpoint)
     raise ConfigError(
-        f"resume({checkpoint!r}): expected {', '.join(map(repr, MODES))}, a checkpoint's name, its path or its URL"
+        f"resume(): {in_words(checkpoint)}, expected {', '.join(map(repr, MODES))}, a checkpoint's name, its path or "
+        "its URL; objects of the run go by name, as model=model"
     )
 
 

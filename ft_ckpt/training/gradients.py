@@ -22,6 +22,12 @@ class StepWatch:
     def __init__(self) -> None:
         self._hooks: dict[int, tuple[torch.optim.Optimizer, Any]] = {}  # by id of the optimizer, which is kept alive
         self._has_stepped = False
+        self._counts: dict[int, int] = {}  # steps of each hooked optimizer, by its id
+
+    @property
+    def count(self) -> int:
+        """Steps of the hooked optimizer that has done most of them."""
+        return max(self._counts.values(), default=0)
 
     def watch_optimizers(self, optimizers: Iterable[Any]) -> None:
         """Hook the optimizers that are torch's and call step hooks; others cannot be tracked."""
@@ -57,6 +63,7 @@ class StepWatch:
 
     def _mark_taken(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._has_stepped = True
+        self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
         for gradient in _gradients_of(optimizer):
             setattr(gradient, _TAKEN, gradient._version)
 

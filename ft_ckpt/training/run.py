@@ -3,7 +3,7 @@
 import random
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from ft_ckpt.training.items import (
     zero_optimizers,
 )
 from ft_ckpt.training.optimizers import is_schedule_free_in_training
+from ft_ckpt.training.reminder import StepReminder
 from ft_ckpt.training.restore import Restored, RestoreReport, Unread
 from ft_ckpt.training.state import Captured, Document, StoredTensors, capture_run, local_state, tree_of_rank
 from ft_ckpt.training.triggers import ClockPoll
@@ -228,6 +229,7 @@ class TrainingRun:
         self.report = RestoreReport()
         self.history = schedule.begin_history(0, 0, time.monotonic())
         self.poll, self.steps, self.base = ClockPoll(config.every), StepWatch(), BaseWatch(config.attribute)
+        self.reminder = StepReminder(config.every, self.steps)
         self.has_begun = False  # True after a step
         self.overwritten: frozenset[str] = frozenset()  # items and weights that failed resumes have overwritten
         self._is_unfinished = False  # gradients were pending after the last batch
@@ -395,6 +397,7 @@ class TrainingRun:
     def is_batch_done(self) -> bool:
         """Whether the batch just done completed a step. Raises LoadError for a half-restored run."""
         self.refuse_half_restored()
+        self.reminder.note_call()
         self._watch_steps()
         self._is_unfinished = self.steps.is_unfinished(lambda: self.models_by_item().values())
         return self.is_between_steps
@@ -488,6 +491,20 @@ class TrainingRun:
             for name, model in models
             if isinstance(model, AveragedModel) and name
         )
+
+    def watch_loop(self, batches: Iterator[Any], ranks: Ranks) -> Iterator[Any]:
+        """Yield the batches of a training loop, and remind it of `step` if it does not call it."""
+        self._watch_steps()
+        yield from self.reminder.watch_batches(batches, self._known_models, is_main=ranks.is_main)
+
+    def remind_of_step(self, ranks: Ranks) -> None:
+        """Warn if the run has trained under its schedule and `step` was never called."""
+        self.reminder.remind(self._known_models, is_main=ranks.is_main)
+
+    def _known_models(self) -> list[nn.Module]:
+        """The models of the run; none before one is prepared or registered."""
+        model = main_model(self.accelerator, self.registered)
+        return [] if model is None else [*self.models_by_item().values()]
 
     def close(self) -> None:
         """Restore signal handlers and remove the optimizers' hooks."""

@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 from ft_ckpt.checkpoint.catalog import is_delta
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.errors import ConfigError, listing
-from ft_ckpt.messages import LOG, warn
+from ft_ckpt.messages import LOG, short, warn
 from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import SCHEMES, Place, is_hub_bucket, is_url, location_name, open_place
@@ -257,6 +257,8 @@ def begin_push(checkpoint: Checkpoint, destination: str | Place, options: PushOp
 
 def push_goal(destination: str, **options: Any) -> str | Place:
     """The destination of a push; in a bucket, with a client of these `options`. Raises ConfigError if it is invalid."""
+    if not isinstance(destination, str):
+        raise ConfigError(f"push: {short(destination)}, expected a Hub repository as 'user/name', or a URL, as text")
     is_bucket = is_url(destination) and not is_hub_bucket(destination)
     goal = open_place(destination, **options) if is_bucket else destination
     _module_for(goal).destination_url(goal, PushOptions())
