@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from ft_ckpt.errors import ConfigError, Rule, check_settings, is_number, listing
 from ft_ckpt.formats.registry import DEFAULT_FORMAT, tensor_formats
-from ft_ckpt.messages import did_you_mean, without_secrets
+from ft_ckpt.messages import did_you_mean, expected_one_of, without_secrets
 from ft_ckpt.retention import Keep
 from ft_ckpt.schedule import Every
 from ft_ckpt.storage.place import absolute_location, is_url, open_place
@@ -339,7 +339,10 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
     return [
         ("every", lambda every: isinstance(every, Every | None), "Every(...), a number or None"),
         ("keep", lambda keep: isinstance(keep, Keep | None), "Keep(...), a number or None"),
-        *((field, allowed.__contains__, f"one of {', '.join(allowed)}") for field, allowed in choices.items()),
+        *(
+            (field, allowed.__contains__, _one_of(getattr(config, field), allowed))
+            for field, allowed in choices.items()
+        ),
         (
             "compression",
             lambda method: method is None or methods.get(method) == config.format,
@@ -367,6 +370,10 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
             "a name without key, password or token",
         ),
     ]
+
+
+def _one_of(value: Any, allowed: Sequence[str]) -> str:
+    return expected_one_of(str(value), allowed).removeprefix("expected ")
 
 
 def _is_bool(value: Any) -> bool:

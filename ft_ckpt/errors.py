@@ -32,6 +32,7 @@ then what was found, what was expected, and what to do. It is one printable line
 import errno
 import math
 import os
+import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -39,7 +40,7 @@ from numbers import Integral, Real
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from ft_ckpt.messages import SECRET, clean_causes, printable
+from ft_ckpt.messages import SECRET, clean_causes, did_you_mean, printable, short
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -174,6 +175,17 @@ def check_settings(settings: Any, rules: Iterable[Rule]) -> None:
         raise ConfigError("; ".join(problems))
 
 
+def refuse_unknown_fields(kind: type[Any], values: Iterable[Any], names: Iterable[str]) -> None:
+    """Raise ConfigError for arguments of the dataclass `kind`: `values` without a name, and `names` that it lacks."""
+    choices = [field.name for field in fields(kind)]
+    for value in values:
+        raise ConfigError(f"{kind.__name__}({short(value)}): expected a name for it, such as {choices[0]}=")
+    for name in names:
+        if name not in choices:
+            advice = did_you_mean([name], choices) or f"expected some of {', '.join(choices)}"
+            raise ConfigError(f"{kind.__name__}({name}=...): not an argument of it; {advice}")
+
+
 def _satisfies(is_valid: Callable[[Any], bool], value: Any) -> bool:
     """The answer of a predicate; False for a value of a type that it was not made for, or too large for it."""
     with suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -197,7 +209,9 @@ def explained(target: object) -> Iterator[None]:
     except OSError as error:
         if error.errno in _FULL:
             raise NoSpaceError(f"{target}: no room on its device ({error}); make room and save again") from error
-        found = TargetError(f"{target}: cannot be written ({error}); mend that or choose another path")
+        found = TargetError(
+            f"{target}: cannot be written ({error}); check its permissions and its disk, or choose another path"
+        )
         found.errno = error.errno
         raise found from error
 
@@ -246,7 +260,23 @@ def reason_of(error: OSError) -> str:
     return error.strerror or (os.strerror(error.errno) if error.errno else str(error))
 
 
+_IN_WORDS: tuple[tuple[type[BaseException], str], ...] = (  # for errors whose messages say little
+    (UnicodeDecodeError, "no text in UTF-8"),
+    (RecursionError, "nested too deeply"),
+    (EOFError, "it ends early"),
+    (KeyError, "no entry {}"),
+    (struct.error, "it ends early, or has other fields"),
+)
+
+
 def shown(error: BaseException) -> str:
-    """The type and message of an error, in bounded time and length: values from a file may be nested endlessly."""
+    """The message of a library's error without Python's name for it, in bounded time and length.
+
+    Values from a file may be nested endlessly.
+    """
     parts = [part for part in error.args if isinstance(part, (str, int))]
-    return f"{type(error).__name__}: {', '.join(printable(str(part))[:200] for part in parts[:3])}"
+    text = ", ".join(printable(str(part))[:200] for part in parts[:3])
+    for kind, words in _IN_WORDS:
+        if isinstance(error, kind):
+            return words.format(repr(text))
+    return text or "malformed"

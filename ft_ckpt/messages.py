@@ -7,6 +7,7 @@ removed. Nothing else in ft_ckpt calls `warnings.warn` or `logging.getLogger`, a
 import logging
 import re
 import reprlib
+import sys
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -131,3 +132,15 @@ def _clean_record(record: logging.LogRecord) -> bool:
 
 LOG = logging.getLogger("ft_ckpt")
 LOG.addFilter(_clean_record)
+
+
+def announce(text: str) -> None:
+    """Tell the user of a run one fact: as a record of the logger, or on stderr in a program that configures no logging.
+
+    `logging.getLogger("ft_ckpt").setLevel(logging.WARNING)` silences it.
+    """
+    if LOG.level or LOG.hasHandlers():
+        LOG.info("%s", text)
+    elif sys.stderr is not None:
+        sys.stderr.write(f"{printable(text)}\n")
+        sys.stderr.flush()

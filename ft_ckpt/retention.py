@@ -7,7 +7,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from ft_ckpt.errors import ConfigError, Rule, check_settings, is_number, listing
+from typing_extensions import Self
+
+from ft_ckpt.errors import ConfigError, Rule, check_settings, is_number, listing, refuse_unknown_fields
 from ft_ckpt.messages import did_you_mean
 
 _T = TypeVar("_T")
@@ -36,6 +38,10 @@ class Keep:
     daily: int | None = None
     weekly: int | None = None
     state: "Keep | None" = None
+
+    def __new__(cls, *values: Any, **settings: Any) -> Self:
+        refuse_unknown_fields(cls, values, settings)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         counts: list[Rule] = [(name, _is_count, "a whole number from 1") for name in _COUNTS]

@@ -5,22 +5,24 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, cast, overload
 from weakref import WeakSet
 
 from torch import Tensor, nn
 from typing_extensions import Self, TypeVar, Unpack
 
+from ft_ckpt.checkpoint.manifest import age_of
 from ft_ckpt.checkpoint.run_places import open_run_places
 from ft_ckpt.checkpoint.session import check_writer_names
 from ft_ckpt.config import SaverConfig, SaverSettings, make_config, names_of, numbers_of, step_of
 from ft_ckpt.distributed import wrappers
+from ft_ckpt.distributed.fill import is_first_process
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.engines.follow import publish_goal
 from ft_ckpt.engines.publish import PublishArguments, PublishReport, publish_with
 from ft_ckpt.errors import ConfigError, is_number, listing
-from ft_ckpt.messages import LOG
+from ft_ckpt.messages import LOG, announce
 from ft_ckpt.model.adapters import has_adapters
 from ft_ckpt.model.entries import Merged
 from ft_ckpt.model.parts import Attribute, is_of_adapters, model_inside
@@ -30,7 +32,7 @@ from ft_ckpt.saving.follow_up import SaveHook, make_follow_up
 from ft_ckpt.saving.merge_files import MergeRequest, ask_merged, is_plain_merge
 from ft_ckpt.saving.plan import check_companions, library_versions, request_of
 from ft_ckpt.saving.run_saves import RunSaves
-from ft_ckpt.storage.place import Place, shown_location
+from ft_ckpt.storage.place import Place, location_name, shown_location
 from ft_ckpt.training import triggers
 from ft_ckpt.training.arguments import (
     check_accelerator,
@@ -559,14 +561,9 @@ class CheckpointSaver(Generic[SaveResult]):
         self._saves.upload_leftovers()
         self._saves.publish_resumed()
         self._saves.reopen_session()
-        progress, is_main = self._run.progress, self._current_ranks().is_main
-        if is_main and progress.resumed_from is None:
-            searched = "no directory" if self.directory is None else shown_location(self.directory)
-            LOG.info("a fresh start: nothing was resumed from %s", searched)
-        elif is_main:
-            name, counts = PurePath(progress.resumed_from or "").name, (progress.step, progress.epoch, progress.batch)
-            LOG.info("resumed from %s (step %d, epoch %d, batch %d)", name, *counts)
-        return progress
+        if self._current_ranks().is_main:
+            self._announce_start(mode)
+        return self._run.progress
 
     def close(self) -> None:
         """End the use of the saver, on every rank; later saves are refused. Waits as `wait` does.
@@ -575,6 +572,22 @@ class CheckpointSaver(Generic[SaveResult]):
         end of a `with` block.
         """
         self._end_use(save=sys.exc_info()[0] is None)
+
+    def _announce_start(self, mode: str | Place) -> None:
+        """Say in one line where the run begins. A fresh start that was asked for is told to the log only."""
+        progress = self._run.progress
+        if progress.resumed_from is None:
+            searched = "no directory" if self.directory is None else shown_location(self.directory)
+            text = f"a fresh start: nothing was resumed from {searched}"
+            if mode == "never":
+                LOG.info("%s", text)
+            else:
+                announce(text)
+            return
+        age = age_of(self._run.resumed_moment)
+        saved = f", saved {age} ago" if age else ""
+        counts = f"step {progress.step}, epoch {progress.epoch}, batch {progress.batch}"
+        announce(f"resumed {location_name(progress.resumed_from)} at {counts}{saved}")
 
     def _config_with(self, **given: Any) -> SaverConfig:
         """The saver's settings, replaced by the arguments that are not None."""
@@ -597,7 +610,7 @@ class CheckpointSaver(Generic[SaveResult]):
             stack.callback(_OPEN.discard, self)
             stack.callback(self._saves.close)
             if save and not self._saves.is_closed:
-                self._run.remind_of_step(self._current_ranks())
+                self._run.remind_of_step(is_main=self._current_ranks().is_main)
                 self._saves.save_last()
 
     def __enter__(self) -> Self:
@@ -624,4 +637,4 @@ def _remind_open_savers() -> None:
     if hasattr(sys, "last_value"):  # it ends with an error, which says more
         return
     for saver in open_savers():
-        saver._run.remind_of_step(saver._current_ranks())
+        saver._run.remind_of_step(is_main=is_first_process())  # the process group may be gone

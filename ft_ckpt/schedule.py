@@ -14,7 +14,17 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from ft_ckpt.errors import ConfigError, LoadError, Rule, check_settings, is_number
+from typing_extensions import Self
+
+from ft_ckpt.errors import (
+    ConfigError,
+    LoadError,
+    Rule,
+    check_settings,
+    is_number,
+    refuse_unknown_fields,
+    shown,
+)
 
 _UNITS = {
     **dict.fromkeys(("", "s", "sec", "second", "seconds"), 1),
@@ -139,7 +149,7 @@ def log_from_json(document: Any) -> tuple[LoggedSave, ...]:
         return tuple(_entry_from_json(each) for each in document)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise LoadError(
-            f"saves: {error!r} in the log of saves; the file was not written by ft_ckpt or was changed since"
+            f"saves: {shown(error)} in the log of saves; the file was not written by ft_ckpt or was changed since"
         ) from error
 
 
@@ -194,6 +204,10 @@ class Every:
     """Mean time between failures of the run, in seconds or as "24h": saves at the interval with the smallest loss."""
     max_overhead: float = 0.05
     """Largest fraction of the time that saves for `mtbf` may take, in (0, 1]; other reasons are not limited."""
+
+    def __new__(cls, *values: Any, **settings: Any) -> Self:
+        refuse_unknown_fields(cls, values, settings)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_settings(self, _RULES)

@@ -82,10 +82,14 @@ class VerifyReport:
 def read_manifest(path: str | os.PathLike[str] | Place) -> Manifest:
     """The manifest of the checkpoint folder `path`, which may be a URL.
 
-    Raises NotACheckpointError when nothing is committed there; ManifestError when the manifest is damaged, from a
-    newer ft_ckpt, or contains a path outside the folder; UnreadableError when it cannot be read now.
+    Raises NotACheckpointError, saying what is there, when nothing is committed; ManifestError when the manifest is
+    damaged, from a newer ft_ckpt, or contains a path outside the folder; UnreadableError when it cannot be read now.
     """
-    return load_manifest(open_place(path).folder)
+    place = open_place(path)
+    try:
+        return load_manifest(place.folder)
+    except NotACheckpointError:
+        raise NotACheckpointError(why_no_checkpoint(place)) from None
 
 
 def is_delta(place: Place) -> bool:
@@ -338,11 +342,13 @@ def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> CheckpointInf
         if not problems and not unread:
             return info
         if not problems:
-            raise UnreadableError(f"{unread[0]}; {info.path} can be read: try again, or name it")
+            raise UnreadableError(
+                f"{unread[0]}; the newest readable checkpoint is {info.path}: try again, or name that one"
+            )
         if not unread:
             warn(f"{info.path}: not valid, using {instead}: {'; '.join(problems)}", stacklevel=4)
     if unread:
-        raise UnreadableError(f"{unread[0]}; no other can be read: try again")
+        raise UnreadableError(f"{unread[0]}; no other checkpoint can be read: try again")
     return None
 
 

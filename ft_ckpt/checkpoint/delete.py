@@ -28,7 +28,7 @@ from ft_ckpt.checkpoint.manifest import (
     manifest_to_json,
 )
 from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
-from ft_ckpt.errors import CheckpointError, CorruptError, damaged_input, listing
+from ft_ckpt.errors import CheckpointError, CorruptError, damaged_input, listing, shown
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_disk import PREFIX
 from ft_ckpt.storage.local_store import LocalStore
@@ -148,7 +148,7 @@ def manifest_files(store: Store, name: str) -> frozenset[str]:
     except (KeyError, RecursionError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CorruptError(f"{file}: not a manifest ({error!r}); delete the folder by hand") from error
+        raise CorruptError(f"{file}: not a manifest ({shown(error)}); delete the folder by hand") from error
     if unsafe := sorted(path for path in paths if not is_inside(path)):
         raise CorruptError(f"{file}: {listing(unsafe)}: outside of the folder; delete the folder by hand")
     return paths

@@ -77,7 +77,7 @@ def settled_list(store: Store, own: str | None) -> list[Stored]:
         if not busy:
             return listed
         if time.monotonic() > until:
-            raise UnreadableError(f"{store.url}: being deleted, in whole or in part ({busy[0]}); try again in a while")
+            raise UnreadableError(f"{store.url}: is being deleted ({busy[0]}); try again in a minute")
         time.sleep(_POLL_SECONDS)
 
 

@@ -68,7 +68,10 @@ def store_time(store: Store) -> float:
     finally:
         store.delete([clock])
     if stored is None:
-        raise UnreadableError(f"{store.where(clock)}: disappeared after it was written; does another tool delete here?")
+        raise UnreadableError(
+            f"{store.where(clock)}: disappeared after it was written; check that no other program deletes "
+            "files in this folder"
+        )
     return stored.modified
 
 

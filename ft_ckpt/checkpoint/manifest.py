@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin
 
 import xxhash
 
-from ft_ckpt.errors import ManifestError, listing
+from ft_ckpt.errors import ManifestError, listing, shown
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.messages import short, without_secrets
 from ft_ckpt.storage.digests import FileRecord
@@ -239,6 +239,18 @@ def parse_time(created: str) -> datetime | None:
         return None
 
 
+def age_of(created: str) -> str:
+    """The age of an ISO 8601 time in its largest unit, as "22 s"; "" if it is not a time."""
+    then = parse_time(created)
+    if then is None:
+        return ""
+    seconds = max(0, (datetime.now(timezone.utc) - then).total_seconds())
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def manifest_to_json(manifest: Manifest) -> str:
     """The manifest as JSON text with one line per record, for diffs and readers.
 
@@ -310,7 +322,7 @@ def _parse_document(text: str, source: str) -> dict[str, Any]:
         version = document["format_version"]
     except (ValueError, KeyError, RecursionError, TypeError) as error:
         raise ManifestError(
-            f"{source}: not an ft_ckpt manifest ({error!r}); the checkpoint is damaged, use an older one"
+            f"{source}: not an ft_ckpt manifest ({shown(error)}); the checkpoint is damaged, use an older one"
         ) from error
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ManifestError(

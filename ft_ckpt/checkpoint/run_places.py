@@ -54,7 +54,7 @@ def try_bucket(store: Store) -> None:
         raise TargetError(f"{store.url}: can be written, but not read or listed ({listing(failed)})")
     if not all(each.works for each in abilities):
         warn(
-            f"{store.url}: the store replaces objects although it is asked not to: two runs that save one step would "
+            f"{store.url}: the store ignores conditional writes, so two runs that save the same step would "
             "mix their files; let one run at a time save there",
             stacklevel=5,
         )
@@ -64,7 +64,7 @@ def _why_unwritable(store: Store) -> str:
     try:
         store.list_folder()
     except (CheckpointError, OSError):
-        return "cannot be used with these credentials, endpoint and region; mend them"
+        return "cannot be used with these credentials, endpoint and region; correct them"
     return "can be read, and not written; use credentials that may write there"  # or delete
 
 

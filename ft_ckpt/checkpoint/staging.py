@@ -126,7 +126,8 @@ class ObjectStaging:
                 wrong = [file.path for file, digest in zip(small, read, strict=True) if digest != file.digest]
         if wrong:
             raise CorruptError(
-                f"{self.store.url}: {listing(wrong, ', ')}: not in the store as the manifest has them; save again"
+                f"{self.store.url}: {listing(wrong, ', ')}: stored with another size or digest than was "
+                "written; save again"
             )
 
 
@@ -160,7 +161,8 @@ def put_manifest(store: Store, text: bytes) -> None:
             return
         if found is not None:
             raise NameTakenError(
-                f"{store.url}: another save has committed it meanwhile; verify it, its files may have been mixed"
+                f"{store.url}: another save committed to this name at the same time, so files may be mixed; "
+                "run `ft-ckpt verify`"
             )
     raise refusal
 
@@ -196,16 +198,17 @@ def clear_folder(
     listing_files = [name for name in names if name.startswith((MANIFEST_NAME, TOMBSTONE))]
     if MANIFEST_NAME in names and not overwrite:
         raise NameTakenError(
-            f"{store.url}: a checkpoint is there, and cannot be replaced in one step; use another name, or "
-            "overwrite=True, which deletes it before the new one is whole"
+            f"{store.url}: exists already, and a bucket cannot replace a checkpoint in one step; use another name, or "
+            "overwrite=True, which deletes the old checkpoint before the new one is complete"
         )
     if MANIFEST_NAME in names and guards:
-        raise NameTakenError(f"{store.url}: a checkpoint is there that is pinned or being read: {listing(guards)}")
+        raise NameTakenError(f"{store.url}: the checkpoint is pinned or being read: {listing(guards)}")
     ours = {path for name in listing_files for path in manifest_files(store, name)} & names
     ours |= files_of_save(names - {MANIFEST_NAME}) if mark.cleared and MANIFEST_NAME not in names else set()
     if others := sorted(name for name in names - ours - set(keep) if not _is_meta(name)):
         raise TargetError(
-            f"{store.url}: {listing(others, ', ')}: files of no checkpoint, in its place; move them away, or use "
+            f"{store.url}: {listing(others, ', ')}: files that belong to no checkpoint are in the way; move "
+            "them, or use "
             "another name"
         )
     mark.declare_clear()  # first: without the manifest, only the mark says which save the rest belongs to

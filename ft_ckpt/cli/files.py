@@ -68,7 +68,7 @@ def refuse_existing(target: str, force: bool) -> None:
     place = open_place(target)
     found = place.folder.list_folder()
     if not force and (found.folders or found.objects if place.is_folder else found.exists):
-        raise TargetError(f"{target}: is there already; give --force to replace it, or choose another path")
+        raise TargetError(f"{target}: exists already; give --force to replace it, or choose another path")
 
 
 def show_file(source: Place, *, as_json: bool) -> None:

@@ -5,7 +5,6 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from ft_ckpt.checkpoint.catalog import CheckpointInfo, VerifyReport
 from ft_ckpt.checkpoint.checks import stored_bytes
 from ft_ckpt.checkpoint.contents import RUNS, Contents
 from ft_ckpt.checkpoint.delete import STATE
-from ft_ckpt.checkpoint.manifest import PartRecord, parse_time
+from ft_ckpt.checkpoint.manifest import PartRecord, age_of, parse_time
 from ft_ckpt.checkpoint.session import parts_of
 from ft_ckpt.cli.describe import ModelFacts, adapter_name, facts_of_part
 from ft_ckpt.cli.options import print_lines, print_path
@@ -295,12 +294,5 @@ def human_moment(created: str) -> str:
 
 
 def _age_text(created: str) -> str:
-    """The age of an ISO 8601 time in its largest unit; the unchanged text if it is not a time."""
-    then = parse_time(created)
-    if then is None:
-        return created
-    seconds = max(0, (datetime.now(timezone.utc) - then).total_seconds())
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    """The age of an ISO 8601 time; the unchanged text if it is not a time."""
+    return age_of(created) or created

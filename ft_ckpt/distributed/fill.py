@@ -123,6 +123,11 @@ def check_all(wanted: Iterable[WantedTensor]) -> None:
         raise LoadError(listing(problems))
 
 
+def is_first_process() -> bool:
+    """Whether this is rank 0 of its launch, or alone; known without a process group."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def readers_here() -> int:
     """Number of processes of this launch on this machine, which may read the same files."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "1")

@@ -15,7 +15,7 @@ from ft_ckpt.engines.options import PublishOptions, stage_folder, urls_in
 from ft_ckpt.engines.publish import PublishReport, publish_with
 from ft_ckpt.engines.servers import connect
 from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, UnreadableError, listing
-from ft_ckpt.messages import LOG, warn
+from ft_ckpt.messages import LOG, did_you_mean, warn
 from ft_ckpt.storage.place import Place, location_name, open_place
 from ft_ckpt.transfer.push import PushQueue
 
@@ -30,9 +30,11 @@ def publish_goal(given: str | Sequence[str] | Mapping[str, Any]) -> tuple[list[s
     urls = [] if url is None else urls_in(url)
     if not urls:
         raise ConfigError("publish: no url; expected the address of a server, or several")
-    if not options.keys() <= PublishOptions.__dataclass_fields__.keys():
-        allowed = ", ".join(["url", *PublishOptions.__dataclass_fields__])
-        raise ConfigError(f"publish: {', '.join(map(str, options))}: expected some of {allowed}")
+    allowed = ["url", *PublishOptions.__dataclass_fields__]
+    unknown = [str(name) for name in options if name not in allowed]
+    if unknown:
+        advice = did_you_mean(unknown, allowed) or f"expected some of {', '.join(allowed)}"
+        raise ConfigError(f"publish: {', '.join(unknown)}: not an argument of it; {advice}")
     for name in ("headers", "visible_at"):
         if options.get(name, "") is None:
             del options[name]

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from ft_ckpt.errors import CorruptError, SelectionError
+from ft_ckpt.errors import CorruptError, SelectionError, shown
 from ft_ckpt.formats.hdf5_metadata import Attribute, Dataset
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
 from ft_ckpt.formats.pickles import OpaqueObject, Sealed, unpickle_plain
@@ -79,7 +79,9 @@ class CerebrasReader:
                     raise CorruptError(f"a tree of protocol {protocol!r}; 1 is known")
                 return self._read_node(tree, (), self._read_leaf)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
-            raise CorruptError(f"not a whole Cerebras checkpoint: {error!r}; use another copy of the file") from error
+            raise CorruptError(
+                f"not a whole Cerebras checkpoint: {shown(error)}; use another copy of the file"
+            ) from error
         raise CorruptError(f"a Cerebras checkpoint of format {version}; 0.4 and from 0.5 on can be read")
 
     def _read_node(self, spec: Any, path: tuple[str, ...], leaf: Callable[[str], Node]) -> Node:

@@ -183,7 +183,7 @@ def _stored_boxes(
         info = stored[name, offsets] if (name, offsets) in stored else stored[name, None]
         if info.get("transform_descriptors"):
             raise LoadError(
-                f"{name}: stored through {info['transform_descriptors']}; load it with torch and save it anew"
+                f"{name}: stored through {info['transform_descriptors']}; load it with torch and save it again"
             )
         start, length = checked_sizes((info["offset"], info["length"]))
         found.append(_StoredBox(offsets, extent, str(info["relative_path"]), start, length))

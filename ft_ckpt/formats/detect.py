@@ -19,7 +19,9 @@ def format_by_suffix(path: PurePath | str) -> TensorFormat:
     found = [known for known in written_formats() if suffix.lower() in known.suffixes]
     if not found:
         suffixes = dict.fromkeys(suffix for known in written_formats() for suffix in known.suffixes)
-        raise ConfigError(f"{path}: no format goes by {suffix!r}; use {', '.join(suffixes)}, or give a format")
+        raise ConfigError(
+            f"{path}: {suffix!r} is the suffix of no format; expected one of {', '.join(suffixes)}, or format="
+        )
     return found[0]
 
 
@@ -41,7 +43,7 @@ def open_tensor_file(file: Readable) -> TensorFile:
             return known.open_tensors(raw)
         if known.open_indexed is not None:
             return TreeFile(known.open_file(raw.file, mapped=False))
-    raise LoadError(f"{file.where}: nothing here reads the tensors of a {known.name} file")
+    raise LoadError(f"{file.where}: a {known.name} file, of which ft_ckpt cannot read the tensors; convert it first")
 
 
 class TreeFile:

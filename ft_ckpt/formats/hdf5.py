@@ -171,7 +171,9 @@ def _most_bytes(raw: RawFile) -> int:
 def _check_dataset(dataset: ForeignDataset) -> None:
     handle, raw = dataset.handle, dataset.source.raw
     if handle.external or handle.is_virtual:
-        raise CorruptError(f"{dataset.path}: its values are in other files, which are not read")
+        raise CorruptError(
+            f"{dataset.path}: its values are stored in other files (external storage), which ft_ckpt does not open"
+        )
     item_bytes = handle.id.get_type().get_size()
     wanted, chunk = dataset.element_count * item_bytes, math.prod(handle.chunks or ()) * item_bytes
     if max(wanted, chunk) > _most_bytes(raw):
@@ -183,7 +185,7 @@ def _check_dataset(dataset: ForeignDataset) -> None:
     if dataset.start is not None and dataset.start + wanted > size_bytes:
         raise CorruptError(
             f"{dataset.path}: bytes {dataset.start} to {dataset.start + wanted}, the file has {size_bytes}; "
-            "it was cut short"
+            "truncated, use another copy"
         )
     if dataset.start is None:
         written = handle.id.get_storage_size()

@@ -65,7 +65,9 @@ def open_keras_archive(raw: RawFile, verify: bool = False) -> IndexedFile:
         archive = ZipRecords(raw)
         others = [name for name in archive.records if name not in (_INNER, _CONFIG, _FACTS)]
         if _INNER not in archive.records:
-            raise LoadError(f"{raw.name}: no {_INNER} in it, but {listing(others, ', ') or 'nothing'}; save it anew")
+            raise LoadError(
+                f"{raw.name}: no {_INNER} in it, but {listing(others, ', ') or 'nothing'}; save it again with Keras"
+            )
         config, facts = (_read_archive_document(archive, name) for name in (_CONFIG, _FACTS))
         weights = archive.record(_INNER)
         weights.compare()

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ft_ckpt.errors import CorruptError, LoadError, SelectionError, damaged_input, listing
+from ft_ckpt.errors import CorruptError, LoadError, SelectionError, damaged_input, listing, shown
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.storage.store import is_utf8
 
@@ -392,7 +392,9 @@ def load_object(text: str) -> Any:
         leaves = [_leaf_tensor(*held) for held in document["leaves"]]
         tree = document["tree"]
     except (ValueError, TypeError, KeyError, RuntimeError, AttributeError) as error:
-        raise CorruptError(f"the text of the object is damaged ({error!r}); use another copy of the file") from error
+        raise CorruptError(
+            f"the text of the object is damaged ({shown(error)}); use another copy of the file"
+        ) from error
     return unflatten(decode_node(tree), leaves.__getitem__, lambda index: leaves[index].numpy())
 
 

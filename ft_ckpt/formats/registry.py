@@ -98,7 +98,7 @@ class TensorFormat:
         Raises SelectionError for tensors that the format cannot store, ConfigError if it has no such files.
         """
         if self.lay_out is None:
-            raise ConfigError(f"format {self.name!r}: no file can be laid out in it; choose another")
+            raise ConfigError(f"format {self.name!r}: ft_ckpt does not write it; choose another")
         return _laid_out(self.lay_out, tuple(specs), tuple(metadata.items()), tuple(ties.items()))
 
     def open_file(self, file: Readable, mapped: bool = True, verify: bool = False) -> "IndexedFile":

@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ft_ckpt.errors import CorruptError, SelectionError, UnreadableError, listing
+from ft_ckpt.errors import CorruptError, SelectionError, UnreadableError, listing, shown
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec, checked_sizes
 from ft_ckpt.storage.store import Readable, read_range
 
@@ -138,7 +138,7 @@ def parse_header(read: Callable[[int, int], bytes | bytearray], file_bytes: int)
         metadata = {str(key): str(value) for key, value in rows.pop("__metadata__", {}).items()}
         tensors = {name: _header_entry(row, 8 + length) for name, row in rows.items()}
     except (AttributeError, CorruptError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise CorruptError(f"malformed header ({error!r})") from error
+        raise CorruptError(f"malformed header ({shown(error)})") from error
     at = 8 + length
     for name, entry in sorted(tensors.items(), key=lambda item: item[1][2:]):
         if entry.start != at:

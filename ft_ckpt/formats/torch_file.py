@@ -144,7 +144,7 @@ def _load_zip(file: RawFile, start: int, size_bytes: int, rules: PickleRules) ->
     name, archive = file.name, _TorchRecords(file, start, size_bytes)
     order = archive.record("byteorder").read() if "byteorder" in archive.records else b"little"
     if order != b"little":
-        raise LoadError(f"{name}: written on a big-endian machine; load it there, or with torch.load, and save it anew")
+        raise LoadError(f"{name}: written on a big-endian machine; load it with torch.load and save it again")
     if "constants.pkl" in archive.records:
         raise LoadError(f"{name}: a TorchScript program, expected saved tensors; save its state_dict() instead")
     for record in archive.records:
@@ -424,7 +424,7 @@ def check_torch_written(file: RawFile, size_bytes: int) -> None:
     where = file.file.where
     if file.size_bytes != size_bytes:
         raise TargetError(
-            f"{where}: {file.size_bytes:,} bytes, torch wrote {size_bytes:,}; nothing is kept. Is the disk sound?"
+            f"{where}: {file.size_bytes:,} bytes, torch wrote {size_bytes:,}; nothing is kept, check the disk"
         )
     try:
         with damaged_input(file.name):

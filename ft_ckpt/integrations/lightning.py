@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import Unpack
 
 from ft_ckpt import CheckpointSaver, Every
-from ft_ckpt.config import SaveSettings, make_config
+from ft_ckpt.config import SaveSettings, make_config, names_of
 from ft_ckpt.distributed.wrappers import is_distributed
 from ft_ckpt.errors import ConfigError, SelectionError, listing
 from ft_ckpt.model.adapters import has_adapters
@@ -33,6 +33,7 @@ from ft_ckpt.retention import Keep
 from ft_ckpt.saving.follow_up import SaveHook, hooks_of
 from ft_ckpt.storage.place import Place, absolute_location
 from ft_ckpt.training import rng
+from ft_ckpt.training.choose import parse_mode
 from ft_ckpt.training.data_position import DataPosition
 
 _OURS = ("state_dict", "optimizer_states", "lr_schedulers")  # stored by ft_ckpt itself
@@ -204,8 +205,10 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         super().__init__()
         self._config = make_config(None, {**settings, "every": every})
         self._directory, self._tokenizer, self._replay = absolute_location(directory), tokenizer, replay
+        parse_mode(resume)  # raises ConfigError now, and not when the training starts
         self._resume: str | Path | Place | bool | None = resume
-        self._allow, self._on_saved = allow, hooks_of(on_saved)
+        self._allow = allow if isinstance(allow, bool) else names_of(allow, "allow")
+        self._on_saved = hooks_of(on_saved)
         if isinstance(resume, (str, Path)) and os.sep in str(resume):  # else a mode, or a name in `directory`
             self._resume = absolute_location(resume)
         self._saver: CheckpointSaver[Any] | None = None

@@ -18,11 +18,11 @@ from transformers import Trainer, TrainerCallback
 from typing_extensions import Self, Unpack
 
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.config import SaveSettings, keep_of, make_config
+from ft_ckpt.config import SaveSettings, make_config, names_of
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.integrations.checkpointed import Checkpointed, TrainerSettings, overriding
 from ft_ckpt.integrations.trainer_layout import ends_chain
-from ft_ckpt.messages import warn
+from ft_ckpt.messages import short, warn
 from ft_ckpt.retention import Keep
 from ft_ckpt.saving.follow_up import SaveHook, hooks_of
 from ft_ckpt.training.arguments import in_words
@@ -79,8 +79,13 @@ def checkpointed(
         )
     if "every" in settings:
         raise ConfigError("every=: the Trainer decides when to save; set save_strategy and save_steps")
-    found = TrainerSettings(keep_of(keep), allow, make_config(None, settings), hooks_of(on_saved), state, on_resumed)
-    return _with_our_saving(trainer_class, found)
+    if not isinstance(state, bool):
+        raise ConfigError(f"state={short(state)}: expected True or False")
+    if on_resumed is not None and not callable(on_resumed):
+        raise ConfigError(f"on_resumed={short(on_resumed)}: expected a function of the saver, or None")
+    config, rules = make_config(None, settings), make_config(None, {"keep": keep}).keep
+    allow = allow if isinstance(allow, bool) else names_of(allow, "allow")
+    return _with_our_saving(trainer_class, TrainerSettings(rules, allow, config, hooks_of(on_saved), state, on_resumed))
 
 
 def _with_our_saving(kind: type[Any], settings: TrainerSettings) -> type[Any]:

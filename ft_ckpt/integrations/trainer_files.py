@@ -24,7 +24,7 @@ from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.prune import prune_run, recover_all
 from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.errors import CorruptError, LoadError, ManifestError, NotACheckpointError, UnreadableError, listing
-from ft_ckpt.messages import LOG, warn
+from ft_ckpt.messages import announce, warn
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place
@@ -105,7 +105,7 @@ def _wanted_checkpoint(wanted: str, folder: Path, deep: bool) -> Path | None:
     if newest is None and wanted == "must":
         raise NotACheckpointError(f"{folder}: no whole checkpoint in it; resume_from_checkpoint=True begins afresh")
     if newest is None:
-        LOG.info("a fresh start: no whole checkpoint in %s", folder)
+        announce(f"a fresh start: no whole checkpoint in {folder}")
     return newest
 
 
@@ -125,7 +125,8 @@ def _newest_whole(folder: Path, deep: bool) -> Path | None:
         committed += [path.name] if _has_file(path, MANIFEST_NAME) else []
     if committed:
         raise CorruptError(
-            f"{folder}: {listing(committed, ', ')}: committed, and none is whole (the warnings say why); move them "
+            f"{folder}: {listing(committed, ', ')}: damaged (see the warnings), and there is no other "
+            "checkpoint; move them "
             "away to begin afresh"
         )
     return None

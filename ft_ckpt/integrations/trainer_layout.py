@@ -76,7 +76,8 @@ def collect_files(model: nn.Module, target: Path, write: Callable[[str], object]
     written.pop(TRAINING_ARGS_NAME, None)
     if len(saved) > 1:
         raise SelectionError(
-            f"{listing(saved, ', ')}: saved into one folder by {writer}, which ft_ckpt cannot; train without ft_ckpt"
+            f"{listing(saved, ', ')}: {writer} saves them into one folder, which ft_ckpt does not support; "
+            "train without ft_ckpt"
         )
     attribute = saved[0] if saved and saved[0] else None
     weights = [path for path in written if _WEIGHTS.fullmatch(path)]

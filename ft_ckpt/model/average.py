@@ -99,9 +99,7 @@ def average(
 def normalized_weights(weights: Sequence[float] | None, count: int) -> list[float]:
     """The weights, scaled to sum 1. Raises ConfigError unless they are `count` finite numbers whose sum is not 0."""
     if count < 2:
-        raise ConfigError(
-            f"{_counted(count, 'source')} given: an average is of two or more; give more, or last= and a run"
-        )
+        raise ConfigError(f"{_counted(count, 'source')} given, expected two or more; or give a run with last=")
     given = [1.0] * count if weights is None else finite_numbers(weights)
     total = sum(given)
     shares = [weight / total for weight in given] if total else []

@@ -51,9 +51,10 @@ from ft_ckpt.model.libraries import ADAPTER_FILE
 from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place, source_access
+from ft_ckpt.storage.progress import track_bytes
 from ft_ckpt.storage.proofs import prove_sources
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
-from ft_ckpt.storage.scratch import copy_object, replaced_object, scratch_folder, track_progress
+from ft_ckpt.storage.scratch import copy_object, replaced_object, scratch_folder
 from ft_ckpt.storage.store import FREE, Access, Store, Stored, read_text
 from ft_ckpt.storage.writer import Region, Writer, region_of
 
@@ -344,7 +345,7 @@ def check_copy(wanted: TensorFile, found: TensorFile, source: str) -> None:
             wrong.append(f"{name}: other values")
     if wrong:
         raise CorruptError(
-            f"{source}: {listing(wrong)}: not what was to be written; nothing is kept. Is the disk sound?"
+            f"{source}: {listing(wrong)}: differs from what was written; nothing is kept, check the disk"
         )
 
 
@@ -440,11 +441,11 @@ def write_outputs(outputs: list[Output], store: Store, progress: bool) -> list[F
     total = sum(output.plan.layout.size_bytes for output in outputs)
 
     def regions_of(output: Output) -> Iterator[Region]:
-        yield from track(output.regions())
+        yield from output.regions()
         if output is outputs[-1]:  # before the file is finished, because a bucket then makes it visible
             prove_sources()
 
-    with Writer() as writer, track_progress(total, "converting", progress) as track:
+    with track_bytes(total if progress else 0, "converting") as advance, Writer(advance=advance) as writer:
         return [write_file(output.plan, regions_of(output), store, writer) for output in outputs]
 
 

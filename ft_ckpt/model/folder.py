@@ -18,7 +18,7 @@ from ft_ckpt.checkpoint.manifest import (
     Manifest,
     PartRecord,
 )
-from ft_ckpt.errors import CorruptError, LoadError, UnreadableError, damaged_input, listing
+from ft_ckpt.errors import CorruptError, LoadError, UnreadableError, damaged_input, listing, shown
 from ft_ckpt.formats import dcp, deepspeed, detect, jax, lightning, tensorflow
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.registry import format_named, tensor_formats
@@ -249,7 +249,7 @@ def _read_weight_map(store: Store, index: str) -> Mapping[str, str]:
     except UnreadableError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"{index}: not an index of shards ({error!r}); use another copy") from error
+        raise CorruptError(f"{index}: not an index of shards ({shown(error)}); use another copy") from error
 
 
 def _check_shard_index(store: Store, index: str, names: Sequence[str]) -> None:

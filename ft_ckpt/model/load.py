@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, overload
@@ -15,13 +15,13 @@ from ft_ckpt.checkpoint.contents import why_no_checkpoint
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, open_checkpoint
 from ft_ckpt.checkpoint.signature import SignedBy, signature_problems
-from ft_ckpt.distributed.fill import readers_here
+from ft_ckpt.distributed.fill import is_first_process, readers_here
 from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrappers import hides_tensors, keeps_weights, wrapper_chain
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.tensor_file import MemoryFile
-from ft_ckpt.messages import printable, short
+from ft_ckpt.messages import did_you_mean, printable, short
 from ft_ckpt.model.attach_adapters import attach_adapters, base_of
 from ft_ckpt.model.diffusers import empty_of_config
 from ft_ckpt.model.diffusers import model_class as diffusers_class
@@ -57,6 +57,7 @@ from ft_ckpt.model.pretrained import (
 from ft_ckpt.model.settings import MODULE_NAME
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.progress import track_reads
 from ft_ckpt.storage.store import Store, read_text
 
 
@@ -194,8 +195,9 @@ def load_model(
         _refuse_unsigned(held, require_signature)
         refuse_delta(held.manifest, Place(held.origin))
         groups = _group_records(held, wanted, into)
-        _refuse_damaged(held, groups, options)
-        loaded = {name: _load_group(held, records, options) for name, records in groups.items()}
+        with _track_load(held, groups, options):
+            _refuse_damaged(held, groups, options)
+            loaded = {name: _load_group(held, records, options) for name, records in groups.items()}
         models = {name: model.to(device) if device is not None else model for name, (model, _) in loaded.items()}
         share_again(held.manifest, models)
     is_single = len(models) == 1 and (wanted is not None or "" in models)
@@ -231,6 +233,15 @@ def _refuse_unsigned(held: OpenCheckpoint, required: SignedBy | None) -> None:
     problems = signature_problems(held.origin, held.store, held.manifest, required)
     if problems:
         raise CorruptError(f"{held.origin.url}: {listing(list(problems))}; not loaded")
+
+
+def _track_load(
+    held: OpenCheckpoint, groups: Mapping[str, list[PartRecord]], options: _LoadOptions
+) -> AbstractContextManager[None]:
+    """A bar on rank 0's terminal, of the bytes that the load reads; mapped files are read later, when they are used."""
+    names = {name for records in groups.values() for record in records for name in weight_names(record)}
+    sizes = [file.size_bytes for file in held.manifest.files if options.verify or file.path in names]
+    return track_reads(sum(sizes) if is_first_process() else 0, f"loading {Place(held.origin).basename}")
 
 
 def _refuse_damaged(held: OpenCheckpoint, groups: Mapping[str, list[PartRecord]], options: _LoadOptions) -> None:
@@ -277,8 +288,10 @@ def _find_groups(held: OpenCheckpoint, wanted: str | None) -> dict[str, list[Par
         return {wanted: groups[wanted]}
     exact = [record for record in parts if wanted in (record.name, record.path)]
     if not exact:
-        names = ", ".join(sorted({*groups, *(record.name for record in parts)} - {""}))
-        raise LoadError(f"part {wanted!r}: not in {held.store.url}; it has {names or 'one part only, leave part= out'}")
+        names = sorted({*groups, *(record.name for record in parts)} - {""})
+        question = did_you_mean([str(wanted)], names)
+        advice = question or f"it has {', '.join(names) or 'one part only, leave part= out'}"
+        raise LoadError(f"part {wanted!r}: not in {held.store.url}; {advice}")
     return {wanted: exact}
 
 

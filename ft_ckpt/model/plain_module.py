@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ft_ckpt.distributed.wrappers import is_engine_attribute, is_engine_code, layout_of, unwrap, user_class
-from ft_ckpt.errors import LoadError, SelectionError, listing
+from ft_ckpt.errors import LoadError, SelectionError, listing, shown
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import decode_value, encode_value, imported_module
 from ft_ckpt.messages import warn
@@ -70,7 +70,7 @@ def build_module(description: Mapping[str, Any], classes: Mapping[str, type] | N
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, LoadError):
             raise LoadError(f"{MODULE_NAME}: {str(error).removeprefix(f'{MODULE_NAME}: ')}") from error
-        raise LoadError(f"{MODULE_NAME}: malformed description ({error!r}); the checkpoint is damaged") from error
+        raise LoadError(f"{MODULE_NAME}: malformed description ({shown(error)}); the checkpoint is damaged") from error
 
 
 class _ModuleDescriber:

@@ -16,6 +16,7 @@ from ft_ckpt.distributed.wrappers import unwrap, walk_modules
 from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import dump_object
+from ft_ckpt.messages import did_you_mean
 from ft_ckpt.model.conversion import cast_entries, converted_entries, kept_in_float32
 from ft_ckpt.model.entries import MODEL_FILE, Part, main_dtype, unchanged_entry
 from ft_ckpt.model.libraries import TRANSFORMERS, library_of
@@ -60,7 +61,7 @@ def module_at(model: nn.Module, attribute: str) -> nn.Module:
             names = sorted(name for name, child in module.named_children() if child is not None)
             raise UnknownAttributeError(
                 f"attribute {attribute!r}: {type(module).__name__} has no {part!r}; "
-                f"it has {', '.join(names) or 'no submodules'}"
+                f"{did_you_mean([part], names) or 'it has ' + (', '.join(names) or 'no submodules')}"
             )
         inner = getattr(module, part)
         if not isinstance(inner, nn.Module):

@@ -313,7 +313,7 @@ class RunSaves:
             try:
                 self.session.note_committed(_last_checkpoint(self.places.directory, self.last_saved))
             except CheckpointError as error:
-                warn(f"{report.path}: its writers are not told of it: {error}", stacklevel=4)
+                warn(f"{report.path}: saved, but its writers could not be notified: {error}", stacklevel=4)
 
     def upload_leftovers(self) -> None:
         """Upload checkpoints that earlier processes have left in the staging folder."""

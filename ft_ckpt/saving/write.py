@@ -6,6 +6,7 @@ one writer, which gathers its tensors. Otherwise rank 0 writes all files.
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
@@ -27,9 +28,9 @@ from ft_ckpt.saving import files, reuse_frozen
 from ft_ckpt.saving.files import GatherWay, PartPlan, file_turns
 from ft_ckpt.saving.plan import SavePlan, SaveRequest, check_configs
 from ft_ckpt.saving.reuse_frozen import Offer
-from ft_ckpt.storage.digests import FileRecord, record_of
+from ft_ckpt.storage.digests import FileRecord, chunk_of_rank, record_of
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.scratch import track_progress
+from ft_ckpt.storage.progress import track_bytes
 from ft_ckpt.storage.store import Store
 from ft_ckpt.storage.writer import Region, Writer, WriteTuning, tuning_for
 
@@ -195,14 +196,19 @@ def _write_whole_files(job: SaveJob, untied: list[tuple[Source, Source]]) -> lis
     regions = _regions_here(files, writers, way)
     total = sum(file.layout.size_bytes for file in mine)
     few = total if isinstance(store, LocalStore) else None
-    with Writer(saver_tuning(config), few) as writer, track_progress(total, "saving", ranks.shows) as track:
-        written = list(_write_own_files(mine, regions, lambda file, own: write_file(file, track(own), store, writer)))
+    with _track_writes(job, total) as advance, Writer(saver_tuning(config), few, advance) as writer:
+        written = list(_write_own_files(mine, regions, lambda file, own: write_file(file, own, store, writer)))
     if nonfinite:
         raise IncompleteError(
             f"{listing(sorted(nonfinite), ', ')}: NaN or infinity in {len(nonfinite)} tensor(s), and "
             "nonfinite='raise'; nothing is committed, the earlier checkpoint is untouched"
         )
     return written
+
+
+def _track_writes(job: SaveJob, own_bytes: int) -> AbstractContextManager[Callable[[int], None]]:
+    """A bar on rank 0's terminal, of the bytes that rank 0 writes; none for a save in the background."""
+    return track_bytes(own_bytes if job.ranks.shows else 0, f"saving {job.request.target.basename}")
 
 
 def _choose_writers(job: SaveJob) -> dict[str, int]:
@@ -311,7 +317,11 @@ def _write_on_all_ranks(job: SaveJob, shares: list[files.Share], untied: list[tu
     if ranks.is_main:  # reserves the space of all files before a byte is written
         for share in shares:
             store.allocate(share.file.path, share.file.layout.size_bytes)
-    with Writer(tuning) as writer:
+    own_bytes = sum(share.file.layout.size_bytes for share in shares)  # of rank 0, which writes what is in no cut
+    for cut in (cut for share in shares for cut in share.actual_cuts):
+        start, stop = chunk_of_rank(cut, 0) or (0, 0)
+        own_bytes -= cut.stop - cut.start - (stop - start)
+    with _track_writes(job, own_bytes) as advance, Writer(tuning, advance=advance) as writer:
         given = job.ranks, writer, config.bucket_bytes
         return [files.write_own_bytes(share, store, *given) for share in shares]
 

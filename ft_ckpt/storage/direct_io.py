@@ -92,7 +92,7 @@ class LocalWriting:
         try:
             local_disk.move_new(self.draft, self.path)
         except FileExistsError as error:
-            raise NameTakenError(f"{self.path}: is there already; nothing was written") from error
+            raise NameTakenError(f"{self.path}: exists already; nothing was written") from error
 
     def _close(self) -> None:
         """Close each descriptor once, also after an error: its number may be reused at once."""

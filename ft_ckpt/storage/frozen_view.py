@@ -128,7 +128,7 @@ class ListedStore:
         return 0
 
     def _refuse(self, name: str) -> NoReturn:
-        raise TargetError(f"{self.where(name)}: cannot be written, the store is open for reading; open it anew")
+        raise TargetError(f"{self.where(name)}: cannot be written, the store is open for reading only; open it again")
 
 
 def hold_listed(store: Store) -> Store:

@@ -54,7 +54,7 @@ def bucket_errors(where: str, *, writing: bool = False) -> Iterator[None]:
         except _MISSING as error:
             clean_causes(error)
             raise ConfigError(
-                f"{where}: no such bucket, or none that this token may see; mend its name, or log in with "
+                f"{where}: no such bucket, or none that this token may see; correct its name, or log in with "
                 "`hf auth login`"
             ) from error
 

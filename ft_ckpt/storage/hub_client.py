@@ -19,7 +19,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # in its __in
 )
 
 from ft_ckpt._version import __version__
-from ft_ckpt.errors import CheckpointError, MissingError, TargetError, UnreadableError
+from ft_ckpt.errors import CheckpointError, MissingError, TargetError, UnreadableError, shown
 from ft_ckpt.messages import clean_causes
 
 HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]  # of requests, httpx or httpx2, by the version of huggingface_hub
@@ -88,7 +88,7 @@ def _as_ours(where: str, error: BaseException, failed: str | None) -> Checkpoint
 
 def _hub_reason(error: BaseException) -> str:
     """The client's message and its cause, in one line of at most 400 characters."""
-    words = " ".join(f"{type(error).__name__}: {error}".split())
+    words = " ".join(str(error).split()) or shown(error)
     cause = error.__cause__
     below = "" if cause is None or hub_status(error) is None else f"; {' '.join(str(cause).split())}"
     return f"{words}{below}"[:400].rstrip(".")

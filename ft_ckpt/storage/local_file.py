@@ -56,8 +56,8 @@ class LocalFile:
         self.check()  # after reading, so that a concurrent write is detected
         if done < wanted:
             raise CorruptError(
-                f"{self.path.name}: ends at byte {start + done}, bytes up to {start + wanted} asked for; it was cut "
-                "short or its table is damaged"
+                f"{self.path.name}: ends at byte {start + done}, bytes up to {start + wanted} asked for; it is "
+                "truncated, or its index is damaged"
             )
         if self.watch is not None:
             self.watch(start, memory, self)

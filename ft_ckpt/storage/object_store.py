@@ -83,7 +83,9 @@ def writing_object(where: str) -> Iterator[None]:
         refuse_missing_bucket(where, error)
         _refuse_bad_name(where, error)
         reason = client_reason(error)
-        raise TargetError(f"{where}: cannot be written ({reason}); mend that or choose another place") from error
+        raise TargetError(
+            f"{where}: cannot be written ({reason}); check credentials and network, or choose another place"
+        ) from error
 
 
 def client_reason(error: BaseException) -> str:
@@ -111,7 +113,7 @@ def until_whole(ask: Callable[[], _T], tries: int = 3) -> _T:
 def refuse_missing_bucket(where: str, error: BaseException) -> None:
     """Raise ConfigError if the bucket does not exist: the client raises the same error for an object."""
     if any(code in str(error) for code in _NO_BUCKET):
-        raise ConfigError(f"{where}: there is no such bucket; make it, or mend its name") from error
+        raise ConfigError(f"{where}: no such bucket; create it, or correct its name") from error
 
 
 def _refuse_bad_name(where: str, error: BaseException) -> None:
@@ -212,7 +214,9 @@ class RemoteWriting:
         found = self.store.stat(self.name)
         if found is None or found.size_bytes != self.size_bytes or self._etag not in (None, found.etag):
             where = self.store.where(self.name)
-            raise CorruptError(f"{where}: not whole after its upload, or written over by another; save again")
+            raise CorruptError(
+                f"{where}: differs from what was uploaded: incomplete, or overwritten by another process; save again"
+            )
         return found
 
     def abandon(self) -> None:
@@ -410,7 +414,7 @@ class ObjectStore:
             if not isinstance(error.__cause__, TAKEN):
                 raise
             if self.stat(name) is not None:
-                raise NameTakenError(f"{self.where(name)}: is there already; nothing was written") from error
+                raise NameTakenError(f"{self.where(name)}: exists already; nothing was written") from error
             if tries == 1:
                 raise
             self._create(name, data, tries - 1)  # lost against a writer that then failed

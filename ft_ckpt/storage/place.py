@@ -181,8 +181,7 @@ def open_place(place: "str | os.PathLike[str] | Place", **options: Any) -> Place
     """
     if isinstance(place, Place):
         return place
-    if not isinstance(place, (str, os.PathLike)) or "\0" in str(place):
-        raise ConfigError(f"{place!r:.80}: no path; expected a path, a URL or a Place")
+    _refuse_no_path(place)
     if is_url(place):
         store = open_store(place, **options)
         return Place(store) if store.parent is None else Place(store.parent, _basename(store))
@@ -190,6 +189,11 @@ def open_place(place: "str | os.PathLike[str] | Place", **options: Any) -> Place
     if not is_name(path.name):  # the root, "." or ".."
         return Place(LocalStore(path))
     return Place(LocalStore(path.parent), path.name)
+
+
+def _refuse_no_path(place: object) -> None:
+    if not isinstance(place, (str, os.PathLike)) or "\0" in str(place):
+        raise ConfigError(f"{place!r:.80}: no path; expected a path, a URL or a Place")
 
 
 def shown_location(location: "str | os.PathLike[str]") -> str:
@@ -209,6 +213,7 @@ def absolute_location(place: str | os.PathLike[str] | Place) -> str | Place:
     """
     if isinstance(place, Place):
         return place.absolute
+    _refuse_no_path(place)
     return os.fspath(place) if is_url(place) else str(local_path(place).absolute())
 
 

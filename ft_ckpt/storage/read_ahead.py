@@ -20,6 +20,7 @@ from typing import TypeAlias, TypeVar
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.storage.libc import cached_bytes
 from ft_ckpt.storage.local_file import LocalFile, MappedBytes, Watch
+from ft_ckpt.storage.progress import note_read
 from ft_ckpt.storage.store import Readable
 
 BLOCK_BYTES = 8 << 20
@@ -195,6 +196,7 @@ def read_ahead(
                 return
             job, block, reading = coming.popleft()
             reading.result()
+            note_read(job.end - job.start)
             watch: Watch | None = getattr(job.file, "watch", None)
             if watch is not None:
                 near = job.file if isinstance(job.file, LocalFile) else None
@@ -232,6 +234,7 @@ def read_into(
         stack.callback(lambda: [read.cancel() for read in reads])  # the first error is enough
         for start, read in zip(range(0, size_bytes, step), reads, strict=True):
             read.result()
+            note_read(min(step, size_bytes - start))
             if each is not None:
                 each(memory[start : min(start + step, size_bytes)])
 
@@ -319,7 +322,7 @@ def _read_local(file: LocalFile, job: _BlockRead, view: memoryview, door: int | 
     if done < wanted:
         raise CorruptError(
             f"{file.path.name}: ends at byte {job.start + done}, bytes up to {job.end} asked for; "
-            "it was cut short or its table is damaged"
+            "it is truncated, or its index is damaged"
         )
 
 

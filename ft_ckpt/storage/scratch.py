@@ -1,8 +1,7 @@
-"""Scratch files for libraries that need a path, atomic replacement of files, progress bars."""
+"""Scratch files for libraries that need a path, and atomic replacement of files."""
 
 import os
 import shutil
-import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +21,6 @@ from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.proofs import SourceFolder, prove_sources
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
 from ft_ckpt.storage.store import FREE, Access, Readable, Store, Stored, read_range
-from ft_ckpt.storage.writer import Region
 
 SMALL_COPY_BYTES = 8 << 20  # objects up to it are written in one call
 
@@ -238,41 +236,3 @@ def files_below(folder: Path) -> dict[str, bytes]:
     """All files in a folder and below it, by relative path."""
     store = LocalStore(folder)
     return {each.name: store.read(each.name) for each in store.list()}
-
-
-_WORTH_SHOWING_BYTES = 64 << 20
-
-
-@contextmanager
-def track_progress(
-    total_bytes: int, label: str, is_main: bool
-) -> Iterator[Callable[[Iterable[Region]], Iterator[Region]]]:
-    """Yield a function that passes regions on unchanged and shows their bytes in one bar on rank 0's terminal."""
-    with track_bytes(total_bytes if is_main else 0, label) as advance:
-
-        def track_regions(regions: Iterable[Region]) -> Iterator[Region]:
-            for region in regions:
-                yield region
-                advance(region.size_bytes)
-
-        yield track_regions
-
-
-def is_worth_showing(total_bytes: int) -> bool:
-    """Whether to show a progress bar: from 64 MiB on, on a terminal."""
-    return total_bytes >= _WORTH_SHOWING_BYTES and sys.stderr.isatty()
-
-
-@contextmanager
-def track_bytes(total_bytes: int, label: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that advances a progress bar by some bytes; only large totals on a terminal have a bar."""
-    if not is_worth_showing(total_bytes):
-        yield lambda _size_bytes: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(printable(label), total=total_bytes)
-        yield lambda size_bytes: bar.advance(task, size_bytes)

@@ -210,7 +210,10 @@ def changed_object(where: str) -> CorruptError:
 def refuse_beyond(file: Readable, where: str, stop: int) -> None:
     """Raise CorruptError if an object ends before byte `stop`."""
     if stop > file.size_bytes:
-        raise CorruptError(f"{where}: ends at byte {file.size_bytes}, bytes up to {stop} asked for; it was cut short")
+        raise CorruptError(
+            f"{where}: ends at byte {file.size_bytes}, but its index describes bytes up to {stop}: truncated, "
+            "use another copy"
+        )
 
 
 def refuse_other_length(where: str, start: int, found: int, expected: int) -> None:

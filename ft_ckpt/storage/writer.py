@@ -85,11 +85,17 @@ class CallingThread(Executor):
 class Writer:
     """Writer threads and the aligned blocks they share; one for all files of a save.
 
-    `local_bytes`: the total to be written, if it is known and all of it goes to a local disk.
+    `local_bytes`: the total to be written, if it is known and all of it goes to a local disk. `advance` is called with
+    the number of bytes of each write, in the thread that has written them.
     """
 
-    def __init__(self, tuning: WriteTuning | None = None, local_bytes: int | None = None) -> None:
-        self.tuning = tuning or WriteTuning()
+    def __init__(
+        self,
+        tuning: WriteTuning | None = None,
+        local_bytes: int | None = None,
+        advance: Callable[[int], None] = lambda _size_bytes: None,
+    ) -> None:
+        self.tuning, self.advance = tuning or WriteTuning(), advance
         self.pool: Executor
         self.file_hasher: Executor
         self.tensor_hasher: Executor
@@ -217,6 +223,7 @@ class DurableFile:
         try:
             with memoryview(block) as view, view[low:high] as filled:
                 self.goal.write(base + low, filled)
+            self.writer.advance(high - low)
         finally:
             wait(hashed)  # all are done with the block before it is filled again
             self.writer.free.put(block)

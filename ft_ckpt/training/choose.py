@@ -28,6 +28,7 @@ from ft_ckpt.checkpoint.catalog import (
     list_checkpoints,
     list_readable,
     load_manifest,
+    read_manifest,
 )
 from ft_ckpt.checkpoint.checks import look_again, may_pass
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, manifest_from_json, manifest_to_json
@@ -47,10 +48,11 @@ from ft_ckpt.errors import (
     UnreadableError,
     damaged_input,
     listing,
+    shown,
 )
 from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, TensorFile
-from ft_ckpt.messages import LOG, warn
+from ft_ckpt.messages import LOG, did_you_mean, warn
 from ft_ckpt.storage.digests import PassingProblem
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
@@ -157,7 +159,7 @@ def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], stack: ExitStac
         warn(f"{listing(problems)}; damaged, trying an older one", stacklevel=2)
     if candidates:
         raise CorruptError(
-            f"{wanted.places.directory}: none of its {len(candidates)} checkpoints is whole (the warnings say why); "
+            f"{wanted.places.directory}: none of its {len(candidates)} checkpoints is whole (see the warnings); "
             f"resume('never') begins afresh, in a folder of its own{_overwritten_advice(wanted)}"
         )
     if mode == "must":
@@ -204,11 +206,13 @@ def _named_checkpoint(wanted: Wanted, infos: Sequence[CheckpointInfo]) -> Place:
     named = wanted.place
     if not _folder_exists(named):
         names = list(dict.fromkeys(info.name for info in infos))
+        question = did_you_mean([named.basename], [*names, *MODES])
+        question = f"{question} " if question else ""
         raise NotACheckpointError(
-            f"{named}: not found; {wanted.places.directory} has {listing(names, ', ') or 'none'}. Expected 'auto', "
-            "'must', 'never', the name of one of these, or a path"
+            f"{named}: not found; {question}{wanted.places.directory} has {listing(names, ', ') or 'none'}. Expected "
+            "'auto', 'must', 'never', the name of one of these, or a path"
         )
-    if not has_training_state(load_manifest(named.folder)):
+    if not has_training_state(read_manifest(named)):
         raise NotACheckpointError(f"{named}: holds weights and no training state; ft_ckpt.load_model reads them")
     return named
 
@@ -311,7 +315,7 @@ def refuse_replacing(target: Place, has_state: bool, own_ids: Collection[str] | 
         )
     if own_ids is not None and manifest.run_id is not None and manifest.run_id not in own_ids:
         raise TargetError(
-            f"{target}: of another run, {manifest.run_id[:6]}, which reached this step before; use another directory, "
+            f"{target}: belongs to another run, {manifest.run_id[:6]}; use another directory, "
             "resume that run, or delete its checkpoints"
         )
 
@@ -484,7 +488,7 @@ def _answer_requests(store: Any, serving_id: str, read: Read, done: threading.Ev
         if error is None:
             answer = data.contiguous().view(-1).view(torch.uint8).numpy().tobytes() + _DONE
         else:
-            text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, CheckpointError) else shown(error)
             answer = text.encode() + _FAILED
         store.set(_store_key(serving_id, f"answer/{number}"), answer)
         store.delete_key(key)

@@ -339,7 +339,7 @@ def _item_kind(name: str, value: Any) -> str:
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         return "object"
     raise SelectionError(
-        f"{name}: a {type(value).__name__} has no state_dict() and load_state_dict(); define both, or leave it out"
+        f"{name}: {type(value).__name__} has no state_dict() and load_state_dict(); define both, or leave it out"
     )
 
 

@@ -16,7 +16,7 @@ from ft_ckpt.distributed.fill import Filler, WantedTensor, check_all, each_reads
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.replicas import WEIGHTS, own_name, own_part, place_of
 from ft_ckpt.distributed.source import Source
-from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, UnreadableError, listing
+from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, UnreadableError, listing, shown
 from ft_ckpt.model.base_model import differences_of_base
 from ft_ckpt.model.selection import module_at
 from ft_ckpt.model.settings import adapter_settings, differences_of_live
@@ -322,7 +322,7 @@ def _try_restore(name: str, action: Callable[[], Any]) -> Restored:
         kind = PassingProblem if isinstance(error, UnreadableError) else str
         return Unread(name, "failed", kind(error))
     except Exception as error:  # noqa: BLE001 - every item is tried, and all failures are reported together
-        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, CheckpointError) else shown(error)
         return Restored(name, "failed", text)
     return Restored(name, "restored", detail or "")
 

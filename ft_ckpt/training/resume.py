@@ -9,6 +9,8 @@ from ft_ckpt.distributed.fill import Filler, choose_filler
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, damaged_input, listing
 from ft_ckpt.messages import did_you_mean, warn
+from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.progress import track_reads
 from ft_ckpt.training import zero_optimizer
 from ft_ckpt.training.accelerate_folder import fit_point
 from ft_ckpt.training.choose import Wanted, choose_checkpoint
@@ -51,14 +53,26 @@ def resume_run(
     allowed = None if allow is True else _allowed_names(allow)
     while True:
         with ExitStack() as stack:
-            point, branch = choose_checkpoint(wanted, ranks, stack)
+            with track_reads(None if ranks.shows else 0, "comparing checkpoints"):
+                point, branch = choose_checkpoint(wanted, ranks, stack)
             if point is None:
                 return
-            damage = restore_run(run, point, ranks, allowed, versions)
+            with track_reads(_bytes_to_show(point, ranks), f"resuming {Place(point.checkpoint.origin).basename}"):
+                damage = restore_run(run, point, ranks, allowed, versions)
             if not damage:
                 run.branch_off(branch)
                 return
         wanted = wanted.without(point, damage)
+
+
+def _bytes_to_show(point: ResumePoint, ranks: Ranks) -> int | None:
+    """The total for the bar of a resume: a single rank reads all tensors, of several each reads its part."""
+    if not ranks.shows:
+        return 0
+    if ranks.size > 1:
+        return None
+    tensors = [tensor for part in point.checkpoint.manifest.parts for tensor in part.tensors]
+    return sum(tensor.end - tensor.start for tensor in tensors) or None
 
 
 def _allowed_names(allow: Iterable[str] | bool) -> frozenset[str]:
@@ -131,7 +145,7 @@ def _restore_on_rank(
     with damaged_input(f"{held.location}: its training state"):
         replicas, lost = restore_replicas(live, point)
         more_notes, of_rank = restore_rank_state(run, point.document, point.tensors, ranks, trees)
-        run.restore_progress(point.document, held.origin)
+        run.restore_progress(point.document, held.origin, held.manifest.created)
     return RestoreReport(
         held.location,
         (*misfits, *outcomes, *replicas, *of_rank),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ft_ckpt.errors import CorruptError
+from ft_ckpt.errors import CorruptError, shown
 from ft_ckpt.messages import short
 
 State = dict[str, Any]
@@ -137,7 +137,7 @@ def _try_put(name: str, put: Callable[[Any], str | None], state: Mapping[str, An
     try:
         problem = put(state[name])
     except _BAD as error:
-        problem = f"the saved state does not fit ({type(error).__name__}: {error})"
+        problem = f"the saved state does not fit ({shown(error)})"
     return [f"{name}: {problem}"] if problem else []
 
 

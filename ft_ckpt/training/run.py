@@ -225,6 +225,7 @@ class TrainingRun:
         self.feeds = DataPositions()
         self.run_id = uuid.uuid4().hex
         self.resumed_from: Place | None = None
+        self.resumed_moment = ""  # when that checkpoint was saved, as in its manifest
         self.published: str | None = None  # the version that was published last; current on rank 0 alone
         self.report = RestoreReport()
         self.history = schedule.begin_history(0, 0, time.monotonic())
@@ -341,7 +342,7 @@ class TrainingRun:
         if self.overwritten:
             raise LoadError(
                 "the last resume() failed after it had overwritten parts of the model: resume another checkpoint, "
-                "or build model, optimizer and saver anew"
+                "or create model, optimizer and saver again"
             )
 
     def note_overwritten(self, document: Document, where: Path | str) -> None:
@@ -357,8 +358,9 @@ class TrainingRun:
             )
         self.overwritten |= stored
 
-    def restore_progress(self, document: Document, origin: Store) -> None:
-        """Take over step, run id and history from the checkpoint at `origin`."""
+    def restore_progress(self, document: Document, origin: Store, created: str) -> None:
+        """Take over step, run id and history from the checkpoint at `origin`; `created`: the moment of its save."""
+        self.resumed_moment = created
         progress = document["progress"]
         self.step, self.run_id = progress["step"], document["run_id"]
         self.resumed_from = Place(origin).absolute
@@ -497,9 +499,9 @@ class TrainingRun:
         self._watch_steps()
         yield from self.reminder.watch_batches(batches, self._known_models, is_main=ranks.is_main)
 
-    def remind_of_step(self, ranks: Ranks) -> None:
-        """Warn if the run has trained under its schedule and `step` was never called."""
-        self.reminder.remind(self._known_models, is_main=ranks.is_main)
+    def remind_of_step(self, *, is_main: bool) -> None:
+        """Warn on rank 0 if the run has trained under its schedule and `step` was never called."""
+        self.reminder.remind(self._known_models, is_main=is_main)
 
     def _known_models(self) -> list[nn.Module]:
         """The models of the run; none before one is prepared or registered."""

@@ -29,7 +29,8 @@ from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, NameTak
 from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_bytes, digest_of_open, size_problem
 from ft_ckpt.storage.local_store import LocalStore, files_access
 from ft_ckpt.storage.place import Place, is_hub_bucket, open_place, source_access
-from ft_ckpt.storage.scratch import SMALL_COPY_BYTES, copy_object, is_worth_showing, track_bytes
+from ft_ckpt.storage.progress import is_worth_showing, track_bytes
+from ft_ckpt.storage.scratch import SMALL_COPY_BYTES, copy_object
 from ft_ckpt.storage.store import Access, Store, etag_of
 from ft_ckpt.transfer.signatures import put_signature, read_signature
 
@@ -174,10 +175,10 @@ def is_same_copy(found: Manifest | None, manifest: Manifest) -> bool:
 
 def _refuse_occupied(goal: Place) -> None:
     if goal.is_object or manifest_at(goal) is not None:
-        raise NameTakenError(f"{goal}: is there already; give another place, or overwrite=True (--force)")
+        raise NameTakenError(f"{goal}: exists already; choose another place, or overwrite=True (--force)")
     listed = goal.folder.list_folder() if isinstance(goal.store, LocalStore) else None
     if listed is not None and (listed.folders or listed.objects):
-        raise NameTakenError(f"{goal}: not empty; give another place, or overwrite=True (--force)")
+        raise NameTakenError(f"{goal}: not empty; choose another place, or overwrite=True (--force)")
 
 
 @contextmanager

@@ -250,7 +250,7 @@ def _refuse_taken(folder: Path, overwrite: bool) -> None:
     place = open_place(folder)
     found = None if place.is_object else place.folder.list_folder()
     if found is None or (not overwrite and (found.folders or found.objects)):
-        raise NameTakenError(f"{folder}: is there already; give another folder, or overwrite=True (--force)")
+        raise NameTakenError(f"{folder}: exists already; choose another folder, or overwrite=True (--force)")
 
 
 @contextmanager

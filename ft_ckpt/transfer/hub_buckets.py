@@ -26,7 +26,7 @@ from ft_ckpt.storage.hub_bucket import HubBucket, bucket_errors
 from ft_ckpt.storage.hub_client import MOST_TRIES, hub_status, is_worth_another_look, progress_bars
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.scratch import is_worth_showing
+from ft_ckpt.storage.progress import is_worth_showing
 from ft_ckpt.storage.store import Store
 from ft_ckpt.transfer.copies import CopyReport, content_identity, is_same_copy, manifest_at
 from ft_ckpt.transfer.pull_cache import pull_cached
@@ -120,7 +120,7 @@ def _send_once(content: _Content, goal: Place, *, overwrite: bool, shown: bool, 
         clear_spent_mark(store)
         return CopyReport(goal.location, "", False, names, size_bytes, 0, (), 0.0)
     if not (overwrite or same) and (found is not None or goal.is_object):
-        raise NameTakenError(f"{goal}: is there already; give another place, or overwrite=True (--force)")
+        raise NameTakenError(f"{goal}: exists already; choose another place, or overwrite=True (--force)")
     shown = shown and is_worth_showing(size_bytes)
     mark = SaveMark(store, run_id=f"copy of {content_identity(manifest)}")
     mark.take_after_look()

@@ -295,6 +295,8 @@ def pull(
     `folder` is taken, TargetError or NoSpaceError when it cannot be written.
     """
     target = None if folder is None else local_path(folder)
+    if not isinstance(source, (str, os.PathLike, Place)):
+        raise ConfigError(f"pull: {short(source)}, expected hf://user/name, the URL of a checkpoint, or its path")
     is_here = isinstance(source.store, LocalStore) if isinstance(source, Place) else Path(source).is_absolute()
     fetcher = importlib.import_module("ft_ckpt.transfer.buckets") if is_here else _module_for(source)
     report: PullReport = fetcher.fetch_checkpoint(source, target, token=token, overwrite=overwrite)

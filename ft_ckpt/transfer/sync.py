@@ -400,7 +400,8 @@ class RunUploads:
             return None
         if found is not None and not _is_own_save(found, info.manifest, terms):
             raise NameTakenError(
-                f"{goal}: of another run, {str(found.run_id)[:6]}; not replaced, use another directory for this run"
+                f"{goal}: belongs to another run, {str(found.run_id)[:6]}; not replaced, use another "
+                "directory for this run"
             )
         with open_checkpoint(info.place, compares=False) as held:
             report = copy_open(held, goal, held.manifest, overwrite=found is not None, shown=False, heed=self._heed_end)

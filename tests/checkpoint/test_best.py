@@ -108,7 +108,7 @@ def test_another_runs_checkpoint_is_not_replaced(tmp_path):
     with pytest.warns(UserWarning, match=r"holds another run, \w{6} \(to checkpoint-2\)"):
         fresh.resume("never")
     fresh.step()
-    with pytest.raises(TargetError, match=r"checkpoint-2: of another run, \w{6}, which reached this step before"):
+    with pytest.raises(TargetError, match=r"checkpoint-2: belongs to another run, \w{6}; use another directory"):
         fresh.step()
     fresh.save_state(path=tmp_path / "checkpoint-2")  # who names it means it
     with pytest.warns(UserWarning, match="holds 2 runs, oldest first"):

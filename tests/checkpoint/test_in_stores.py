@@ -178,12 +178,12 @@ def test_objects_become_a_checkpoint_by_their_manifest_alone(local):
     with pytest.raises(TargetError, match=r"process \d+ on .* is saving there, or was killed less than ten"):
         open_object_staging(run, "checkpoint-1")
     staging.store.write("left.over", b"")
-    with pytest.raises(CorruptError, match=r"left\.over: not in the store as the manifest has them"):
+    with pytest.raises(CorruptError, match=r"left\.over: stored with another size or digest than was written"):
         staging.commit(manifest)
     staging.store.delete(["left.over"])
     small = manifest.files[0]
     staging.store.write(small.path, b"x" * small.size_bytes)
-    with pytest.raises(CorruptError, match=f"{small.path}: not in the store as the manifest has them"):
+    with pytest.raises(CorruptError, match=f"{small.path}: stored with another size or digest than was written"):
         staging.commit(manifest)
     staging.store.write(small.path, local.read(small.path))
     staging.commit(manifest)
@@ -193,13 +193,13 @@ def test_objects_become_a_checkpoint_by_their_manifest_alone(local):
     assert sorted(file.path for file in manifest.files) == [
         each.name for each in staging.store.list() if each.name != MANIFEST_NAME
     ]
-    with pytest.raises(NameTakenError, match="a checkpoint is there"):
+    with pytest.raises(NameTakenError, match="exists already, and a bucket cannot"):
         open_object_staging(run, "checkpoint-1")
     again = open_object_staging(run, "checkpoint-1", overwrite=True)
     assert [each.name for each in run.list()] == ["checkpoint-1/.ft_ckpt-saving"]
     fill(again, local)
     put_manifest(again.store, b"of another")
-    with pytest.raises(NameTakenError, match="another save has committed it meanwhile"):
+    with pytest.raises(NameTakenError, match="another save committed to this name at the same time"):
         again.commit(replace(manifest, notes=("of a slow save",)))
     again.discard()
     assert again.store.read(MANIFEST_NAME) == b"of another", "and its files stay"
@@ -214,7 +214,7 @@ def test_objects_that_are_discarded_are_gone(local):
     staging.discard()
     assert run.list() == []
     run.write("checkpoint-1/theirs.txt", b"")
-    with pytest.raises(TargetError, match=r"theirs\.txt: files of no checkpoint, in its place"):
+    with pytest.raises(TargetError, match=r"theirs\.txt: files that belong to no checkpoint are in the way"):
         open_object_staging(run, "checkpoint-1")
     assert [each.name for each in run.list()] == ["checkpoint-1/theirs.txt"]
 

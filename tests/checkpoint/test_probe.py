@@ -21,7 +21,7 @@ def test_a_bucket_that_can_be_used_is_left_as_it_was(s3):
 
 
 def test_what_is_wrong_is_told(s3):
-    with pytest.raises(ConfigError, match="there is no such bucket; make it, or mend its name"):
+    with pytest.raises(ConfigError, match="no such bucket; create it, or correct its name"):
         CheckpointSaver(None, "s3://absent/runs", store_options=FAST)
     keys = {**FAST, "access_key_id": "WRONG"}
     with pytest.raises(TargetError, match=f"{RUN}: cannot be used with these credentials"):

@@ -519,7 +519,7 @@ def test_diff_and_convert_as_scripts_use_them(run):
     target.write_text("mine")
     answer = ft_ckpt("convert", one / "model-00001-of-00002.safetensors", target)
     assert (answer.returncode, target.read_text()) == (2, "mine")
-    assert "is there already; give --force to replace it" in answer.stderr
+    assert "exists already; give --force to replace it" in answer.stderr
     answer = ft_ckpt("convert", one / "model-00001-of-00002.safetensors", target, "--force")
     assert (answer.returncode, target.stat().st_size > 4) == (0, True), answer.stderr
     assert ft_ckpt("convert", one, run).returncode == 2

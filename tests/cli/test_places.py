@@ -87,8 +87,8 @@ def test_what_is_no_size(size):
         parse_size(size)
 
 
-def test_numbers_for_schedule_and_retention():
-    config = CheckpointSaver(every=500, keep=3).config
+def test_numbers_for_schedule_and_retention(tmp_path):
+    config = CheckpointSaver(None, tmp_path, every=500, keep=3).config
     assert (config.every, config.keep) == (Every(steps=500), Keep(last=3))
     with pytest.raises(ConfigError, match=r"every=True: expected Every\(...\), a number or None"):
         SaverConfig(every=True)

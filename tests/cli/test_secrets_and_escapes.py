@@ -24,7 +24,7 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver, SaverConfig
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.errors import CheckpointError, ConfigError
-from ft_ckpt.storage.scratch import track_bytes
+from ft_ckpt.storage import progress
 from ft_ckpt.transfer.outgoing import PushOptions
 
 WITH_KEYS = {
@@ -205,7 +205,8 @@ def test_a_table_on_a_terminal_has_no_codes_but_its_own_colours(run):
 
 def test_a_progress_bar_shows_a_label_as_text(monkeypatch, capfd):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with track_bytes(1 << 30, f"[bold]{MARK}[/nope]") as advance:
+    monkeypatch.setattr(progress, "MIN_SECONDS", 0.0)
+    with progress.track_bytes(1 << 30, f"[bold]{MARK}[/nope]") as advance:
         advance(1 << 20)
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", capfd.readouterr().err)
     assert problems_in(shown) == []

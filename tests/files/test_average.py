@@ -358,7 +358,7 @@ def test_the_command(three, tmp_path):
     assert json.loads(done.stdout)["notes"] == []
     assert read_manifest(tmp_path / "out").notes == ("the average of c0 (0.25), c1 (0.25), c2 (0.5)",)
     again = run()
-    assert (again.returncode, "is there already; give --force" in again.stderr) == (2, True)
+    assert (again.returncode, "exists already; give --force" in again.stderr) == (2, True)
 
 
 def test_an_average_made_while_training_is_the_plain_model(tmp_path):

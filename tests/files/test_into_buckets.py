@@ -70,7 +70,7 @@ def test_a_folder_is_converted_into_a_bucket(bucket, saved, tmp_path, form):
     assert form == "dcp" or near == there
     assert ft_ckpt.verify(f"{bucket}/out").ok
     assert read_manifest(f"{bucket}/out").notes == ("converted from saved",)
-    with pytest.raises(NameTakenError, match="a checkpoint is there"):
+    with pytest.raises(NameTakenError, match="exists already, and a bucket cannot"):
         ft_ckpt.convert(saved, f"{bucket}/out", format=form, progress=False)
     ft_ckpt.convert(saved, f"{bucket}/out", dtype="float16", format=form, overwrite=True, progress=False)
     assert ft_ckpt.verify(f"{bucket}/out").ok

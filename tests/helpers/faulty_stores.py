@@ -61,7 +61,10 @@ class RefusingStore(Wrapped):
             if not str(place).startswith(self.prefix):
                 return found(place, *args, **more)
             kind = TargetError if name in WRITES else UnreadableError
-            raise kind(f"{self.inner.url}/{place}: refused (permission denied); mend that or choose another place")
+            raise kind(
+                f"{self.inner.url}/{place}: refused (permission denied); check credentials and network, or "
+                "choose another place"
+            )
 
         return refuse
 

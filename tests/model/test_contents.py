@@ -11,7 +11,7 @@ from transformers import TrainerState
 
 import ft_ckpt
 from ft_ckpt.checkpoint.contents import describe_contents
-from ft_ckpt.errors import NotACheckpointError
+from ft_ckpt.errors import CheckpointError, NotACheckpointError
 from ft_ckpt.storage.place import open_place
 
 
@@ -81,6 +81,25 @@ def test_runs_and_what_is_beside_their_checkpoints(tmp_path, foreign):
     assert kind == "run"
     assert "holds checkpoint-1, checkpoint-2, and checkpoint-10 without a manifest of ft_ckpt" in text
     assert described(tmp_path / "runs/first/checkpoint-2")[0] == "checkpoint"
+
+
+def test_calls_that_read_weights_and_runs_name_what_is_there(tmp_path, foreign):
+    """Not "no weights found", "no adapter in it" or "no save was completed" alone."""
+    save(tmp_path / "run" / "checkpoint-1", step=1)
+    run = rf"{tmp_path / 'run'}: the folder of a run, which holds checkpoint-1"
+    with pytest.raises(CheckpointError, match=f"{run}; name one"):
+        ft_ckpt.convert(tmp_path / "run", tmp_path / "out.h5")
+    with pytest.raises(CheckpointError, match=r"no such folder; did you mean run\?"):
+        ft_ckpt.convert(tmp_path / "rnu", tmp_path / "out.h5")
+    with pytest.raises(CheckpointError, match=f"{run}; expected a folder with an adapter"):
+        ft_ckpt.merge(tmp_path / "run", tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"a Hugging Face model .*; expected a folder with an adapter"):
+        ft_ckpt.merge(foreign / "model", tmp_path / "out")
+    with ft_ckpt.CheckpointSaver(None, tmp_path / "other") as saver:
+        with pytest.raises(CheckpointError, match=f"{run}; name one"):
+            saver.resume(tmp_path / "run", model=torch.nn.Linear(2, 2))
+        with pytest.raises(CheckpointError, match=r"a checkpoint of step 5 of transformers' Trainer"):
+            saver.resume(foreign / "output/checkpoint-5")
 
 
 def test_a_file_of_a_checkpoint_names_the_checkpoint(tmp_path):

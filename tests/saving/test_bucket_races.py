@@ -57,7 +57,7 @@ def test_one_commit_wins_each_step(s3):
         assert Counter(outcome for outcome, _ in ended.values()) == {"won": 1, "NameTakenError": 1}, ended
         winner = next(name for name, (outcome, _) in ended.items() if outcome == "won")
         assert s3.content(f"commit/checkpoint-{step}/{MANIFEST_NAME}") == winner.encode()
-        assert any("another save has committed it meanwhile" in text for _, text in ended.values())
+        assert any("another save committed to this name at the same time" in text for _, text in ended.values())
 
 
 @pytest.mark.slow

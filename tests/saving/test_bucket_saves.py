@@ -103,7 +103,7 @@ def test_a_save_that_fails_leaves_nothing(bucket, monkeypatch):
 def test_a_checkpoint_is_replaced_only_if_asked_for(bucket):
     first, second = models.build("wide"), models.build("wide", 1)
     save_into(bucket, first)
-    with pytest.raises(NameTakenError, match=r"checkpoint-1: a checkpoint is there, and cannot be replaced in one"):
+    with pytest.raises(NameTakenError, match=r"checkpoint-1: exists already, and a bucket cannot replace"):
         save_into(bucket, second)
     there = bucket.within("checkpoint-1")
     assert torch.equal(load_model(Place(there)).lm_head.weight, first.lm_head.weight)
@@ -114,5 +114,5 @@ def test_a_checkpoint_is_replaced_only_if_asked_for(bucket):
         saver.save(first, step=1, overwrite=True)
         assert torch.equal(load_model(Place(there)).lm_head.weight, first.lm_head.weight)
         saver.save_state(second, Place(there), overwrite=True)
-        with pytest.raises(NameTakenError, match="a checkpoint is there"):
+        with pytest.raises(NameTakenError, match="exists already, and a bucket cannot"):
             saver.save_state(path=Place(there))

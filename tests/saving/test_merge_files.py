@@ -409,7 +409,7 @@ def test_at_the_command_line(base, tmp_path):
     done = run_python("from ft_ckpt.cli import main; main()", *command, "--dtype", "bfloat16", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tensors"] == len(stored(tmp_path / "out"))
-    with pytest.raises(errors.TargetError, match="is there already; give --force"):
+    with pytest.raises(errors.TargetError, match="exists already; give --force"):
         run_command([*command, "--adapter", "second"])
 
 

@@ -278,7 +278,7 @@ def test_a_bucket_that_is_gone_for_a_while_gets_what_it_missed(s3, tmp_path):
         for _ in range(2):
             saver.learn()
             upload = saver.save_state().upload
-            with pytest.warns(UserWarning, match=r"not uploaded: .*there is no such bucket.*tried again"):
+            with pytest.warns(UserWarning, match=r"not uploaded: .*no such bucket.*tried again"):
                 assert upload.wait(60)
         # checkpoint-1 is in the bucket, and deleted here if the sweep after its upload sees checkpoint-2 already
         assert names(tmp_path)[-2:] == ["checkpoint-2", "checkpoint-3"]
@@ -326,7 +326,7 @@ def test_another_runs_checkpoint_is_not_replaced(s3, tmp_path):
         saver.step(step=1)
         with pytest.raises(NameTakenError):
             saver.save_state().upload.result(60)
-        with pytest.raises(TargetError, match=r"checkpoint-1: not uploaded: .*of another run"):
+        with pytest.raises(TargetError, match=r"checkpoint-1: not uploaded: .*to another run"):
             saver.close()
     assert any("tried again with the next save" in str(each.message) for each in told), told
     assert list_checkpoints(BUCKET_RUN).found[0].manifest.run_id == own

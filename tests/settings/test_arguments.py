@@ -1,5 +1,8 @@
 """Arguments of the wrong kind are refused where they are given, with the argument that they belong to."""
 
+import copy
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import models
@@ -9,9 +12,10 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 import ft_ckpt
-from ft_ckpt import CheckpointSaver, Every, SaverConfig
+from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig
 from ft_ckpt.errors import CheckpointError, ConfigError
-from ft_ckpt.integrations.trainer import checkpointed
+from ft_ckpt.integrations.lightning import LightningCheckpoint
+from ft_ckpt.integrations.trainer import FtCkptCallback, checkpointed
 
 
 def linear():
@@ -122,3 +126,67 @@ def test_what_is_no_trainer_class(given):
     assert issubclass(checkpointed(Trainer), Trainer)
     with pytest.raises(ConfigError, match=r"checkpointed\(\): .*, expected transformers' Trainer or a class"):
         checkpointed(given)
+
+
+INTEGRATIONS = {
+    "keep": (lambda: checkpointed(Trainer, keep="3"), "keep='3': expected Keep"),
+    "allow": (lambda: checkpointed(Trainer, allow=5), "allow: 5: expected names"),
+    "state": (lambda: checkpointed(Trainer, state="yes"), "state='yes': expected True or False"),
+    "on_resumed": (lambda: FtCkptCallback(on_resumed=5), "on_resumed=5: expected a function"),
+    "directory of Lightning": (lambda: LightningCheckpoint(linear()), "Linear.*: no path; expected a path"),
+    "resume of Lightning": (lambda: LightningCheckpoint("run", resume=5), r"resume\(\): 5, expected"),
+    "pull": (lambda: ft_ckpt.pull(5), "pull: 5, expected hf://"),
+}
+
+
+@pytest.mark.parametrize("kind", INTEGRATIONS)
+def test_arguments_of_integrations(kind):
+    call, words = INTEGRATIONS[kind]
+    with pytest.raises(ConfigError, match=words):
+        call()
+
+
+NAMES = {
+    "setting of a schedule": (
+        lambda: Every(step=5),
+        r"Every\(step=\.\.\.\): not an .*did you mean steps\?",
+    ),
+    "rule": (lambda: Keep(lst=3), r"Keep\(lst=\.\.\.\): not an argument of it; did you mean last\?"),
+    "no rule": (lambda: Keep(xyz=3), r"Keep\(xyz=\.\.\.\): .*expected some of last, every_steps"),
+    "number alone": (lambda: Keep(3), r"Keep\(3\): expected a name for it, such as last="),
+    "dtype": (lambda: SaverConfig(dtype="bfloat61"), r"dtype='bfloat61': expected one of .*did you mean bfloat16\?"),
+    "format": (lambda: SaverConfig(format="safetensor"), r"format='safetensor': .*did you mean safetensors\?"),
+    "choice": (lambda: SaverConfig(when_full="wiat"), r"when_full='wiat': .*did you mean wait\?"),
+    "publish": (
+        lambda: CheckpointSaver(publish={"url": "http://127.0.0.1:1", "verison": "prod"}),
+        r"publish: verison: not an argument of it; did you mean version\?",
+    ),
+    "attribute": (
+        lambda: CheckpointSaver().save(torch.nn.ModuleDict({"policy": linear()}), "out", attribute="polcy"),
+        r"attribute 'polcy': ModuleDict has no 'polcy'; did you mean policy\?",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_names_are_answered_with_the_nearest(kind):
+    call, words = NAMES[kind]
+    with pytest.raises(CheckpointError, match=words) as refused:
+        call()
+    assert isinstance(refused.value, ValueError)
+
+
+def test_names_in_a_checkpoint_are_answered_with_the_nearest(tmp_path):
+    model = torch.nn.ModuleDict({"policy": linear(), "value": linear()})
+    with CheckpointSaver(None, tmp_path / "run") as saver:
+        report = saver.save(model, tmp_path / "out", attribute=["policy", "value"])
+        with pytest.raises(CheckpointError, match=r"part 'polcy': not in .*out; did you mean policy\?"):
+            ft_ckpt.load_model(report.path, part="polcy")
+        saver.save_state(model)
+        with pytest.raises(CheckpointError, match=r"not found; did you mean auto\? "):
+            saver.resume("autoo")
+
+
+def test_rules_are_copied_and_pickled():
+    for value in (Every(steps=5), Keep(last=3, state=Keep(last=1))):
+        assert pickle.loads(pickle.dumps(value)) == copy.deepcopy(value) == replace(value) == value

@@ -351,7 +351,7 @@ def test_what_is_there_stays_unless_it_may_be_replaced(hub, small, tmp_path):
         copy(tmp_path / "new", GOAL)
     assert read_manifest(GOAL).step == 1
     hub.put_file("user/ckpts", "mine/config.json", b"mine")
-    with pytest.raises(TargetError, match=r"config\.json: files of no checkpoint"):
+    with pytest.raises(TargetError, match=r"config\.json: files that belong to no checkpoint"):
         copy(small, f"{URL}/mine", overwrite=True)
     assert hub.bytes_of("user/ckpts")["mine/config.json"] == b"mine"
     assert copy(tmp_path / "new", GOAL, overwrite=True).is_new
@@ -379,7 +379,7 @@ def test_two_senders_of_different_checkpoints_make_no_mixture(hub, small, tmp_pa
         real(*args)
 
     monkeypatch.setattr(hub_buckets, "_commit", commit)
-    with pytest.raises(TargetError, match=r"files of no checkpoint|not in the bucket as sent"):
+    with pytest.raises(TargetError, match=r"files that belong to no checkpoint|not in the bucket as sent"):
         copy(small, GOAL)
     assert not is_whole() or read_manifest(GOAL).step == 2
 
