@@ -250,6 +250,24 @@ def _asked_by_rules(held: Sequence[HeldCheckpoint], keep: Keep) -> Iterator[tupl
         yield from ((last_of[period], f"{name}: {period}") for period in _last_of(list(last_of), getattr(keep, name)))
 
 
+def missed_rules(checkpoint: HeldCheckpoint, keep: Keep) -> tuple[str, ...]:
+    """Why no rule of `keep` selects `checkpoint`, which `plan_pruning` drops: a phrase a rule."""
+    if keep.state is not None and not checkpoint.has_weights:
+        keep = keep.state
+    reasons = [] if keep.last is None else [f"not one of the last {keep.last}"]
+    if keep.every_steps is not None:
+        step = "no step" if checkpoint.step is None else f"step {checkpoint.step}"
+        reasons.append(f"{step} is not a multiple of {keep.every_steps}")
+    for metric, mode, count in keep.rankings:
+        rank = "the best" if count == 1 else f"among the best {count}"
+        has_metric = not math.isnan(checkpoint.metrics.get(metric, math.nan))
+        reasons.append(f"not {rank} by {metric} ({mode})" if has_metric else f"no {metric}")
+    for period, periods in (("hour", keep.hourly), ("day", keep.daily), ("week", keep.weekly)):
+        if periods is not None:
+            reasons.append(f"not the newest of one of the last {periods} {period}s")
+    return tuple(reasons)
+
+
 def _last_of(items: Sequence[_T], count: int | None) -> Sequence[_T]:
     return items[-count:] if count else ()
 

@@ -1,6 +1,8 @@
-"""Draws docs/images: `ft-ckpt ls`, `show` and `report` of a run that is trained here, in about half a minute.
+"""Draws docs/images: `ft-ckpt ls`, `show` and the page of `report` of a run that is trained here.
 
 python scripts/screenshots.py [FOLDER]
+
+The page is photographed by Chromium; it takes about half a minute in all.
 """
 
 import os
@@ -24,6 +26,8 @@ from ft_ckpt import CheckpointSaver, Keep
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 RUN = "runs/sft"  # below the working folder
+SIZE = "1000,1290"  # of the picture of the page, in pixels
+COLOUR_SCHEMES = {"dark": 0, "light": 1}  # as Blink numbers them
 _WEB_FONT = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # which a browser would fetch
 
 
@@ -75,13 +79,25 @@ def draw_terminal(command: str, output: str) -> str:
     return _WEB_FONT.sub("", console.export_svg(title=RUN, unique_id=name))
 
 
+def photograph(page: Path, picture: Path, scheme: str) -> None:
+    """The top of a page in Chromium, in a colour scheme."""
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
+    flags += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    flags.append(f"--blink-settings=preferredColorScheme={COLOUR_SCHEMES[scheme]}")
+    size = [f"--window-size={SIZE}", f"--screenshot={picture}"]
+    command = ["chromium", *flags, *size, page.as_uri()]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+
+
 def draw_all(folder: Path) -> None:
-    """Train in the working folder, and draw ls.svg, show.svg and report.png into `folder`."""
+    """Train in the working folder, and draw ls.svg, show.svg and the report's page into `folder`."""
     train()
     for name, words in {"ls": ["ls", RUN], "show": ["show", f"{RUN}/final"]}.items():
         picture = draw_terminal(f"ft-ckpt {' '.join(words)}", run_command(*words))
         (folder / f"{name}.svg").write_text(picture, encoding="utf-8")
-    run_command("report", RUN, "-o", str(folder / "report.png"))
+    run_command("report", RUN, "-o", "report.html")
+    for scheme in COLOUR_SCHEMES:
+        photograph(Path("report.html").absolute(), folder / f"report-{scheme}.webp", scheme)
 
 
 if __name__ == "__main__":

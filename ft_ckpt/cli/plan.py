@@ -1,15 +1,11 @@
-"""`ft-ckpt plan`: time, disk space and lost work of different save intervals, as a table or a chart."""
+"""`ft-ckpt plan`: time, disk space and lost work of different save intervals, as a table."""
 
 import math
 import os
 import secrets
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ft_ckpt.checkpoint import catalog
 from ft_ckpt.checkpoint.checks import stored_bytes
@@ -18,56 +14,14 @@ from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.config import human_size, parse_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError
-from ft_ckpt.messages import install_extra
 from ft_ckpt.schedule import bounded_interval, expected_overhead, optimal_interval, parse_seconds
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-_SUFFIXES = (".png", ".svg", ".pdf")
-_PLOT_SPREAD = 20  # the curve covers the optimum divided by this up to the optimum times this
-_POINTS = 200
 _SAMPLE_BYTES = 256 << 20
 _CHUNK_BYTES = 8 << 20
 _SPREAD = 12  # the table covers the optimum divided by this up to the optimum times this
 _ROUND = (1, 2, 5)
-
-
-def new_figure(inches: tuple[float, float]) -> "Figure":
-    """An empty figure of (width, height). Raises ConfigError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"drawing needs matplotlib; {install_extra('plot')}") from error
-    return Figure(figsize=inches, layout="constrained")
-
-
-def draw_costs(
-    path: Path, best_steps: int, step_seconds: float, saving: Callable[[float], float], total: Callable[[float], float]
-) -> None:
-    """Draw overhead against steps between saves into `path`: `saving`, recomputation, and their `total`.
-
-    Both functions take steps and return fractions. Raises ConfigError for another suffix than .png, .svg or .pdf,
-    or without matplotlib.
-    """
-    if path.suffix.lower() not in _SUFFIXES:
-        raise ConfigError(f"{path}: expected a file name that ends in {', '.join(_SUFFIXES)}")
-    figure = new_figure((8, 5))
-    first = max(1.0, best_steps / _PLOT_SPREAD)
-    steps = [first * (best_steps * _PLOT_SPREAD / first) ** (point / _POINTS) for point in range(_POINTS + 1)]
-    axes = figure.subplots()
-    axes.plot(steps, [100 * total(each) for each in steps], label="total", linewidth=2)
-    axes.plot(steps, [100 * saving(each) for each in steps], label="saving", linestyle="--")
-    axes.plot(steps, [100 * (total(each) - saving(each)) for each in steps], label="recomputation", linestyle=":")
-    best = 100 * total(best_steps)
-    axes.plot([best_steps], [best], "o", color="black", label=f"optimum: {best_steps} steps, {best:.2f} %")
-    axes.set(xscale="log", xlabel="steps between saves", ylabel="overhead, % of the time", ylim=(0, 4 * best))
-    axes.set_title(f"What saving and failing cost, steps of {step_seconds:.3g} s")
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
 
 
 @dataclass(frozen=True)
@@ -139,7 +93,6 @@ def add_plan(parser: ArgumentParser) -> None:
         "--max-overhead", type=bounded(float, 0.001, 1), default=0.05, metavar="FRACTION",
         help="Maximum fraction of the time for saving (default: 0.05).",
     )  # fmt: skip
-    parser.add_argument("--plot", metavar="FILE", help="Draw the cost curve into this .png, .svg or .pdf file.")
     add_json(parser)
     parser.set_defaults(run=_plan)
 
@@ -172,9 +125,6 @@ def _plan(options: Namespace) -> None:
     if math.isinf(total_overhead(job, best_steps(job))):
         times = f"a save of {human_time(job.save_seconds)} and a failure every {human_time(job.mtbf_seconds)}"
         raise ConfigError(f"plan: {times}: the run would never get from one checkpoint to the next")
-    if options.plot:
-        saving, total = partial(saving_overhead, job), partial(total_overhead, job)
-        draw_costs(Path(options.plot), best_steps(job), job.step_seconds, saving, total)
     _show_plan(job, interval_rows(job), measured=not save_time, as_json=options.as_json)
 
 

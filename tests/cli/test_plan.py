@@ -1,8 +1,6 @@
-"""`ft-ckpt plan`: its figures against a count by hand, its table, its JSON, its picture."""
+"""`ft-ckpt plan`: its figures against a count by hand, its table, its JSON."""
 
 import json
-import struct
-import zlib
 
 import pytest
 from faults import save
@@ -111,43 +109,6 @@ def test_folders_of_others(tmp_path):
     assert json.loads(ft_ckpt(*GIVEN, tmp_path, "--json").stdout)["size_bytes"] == 300
 
 
-def test_plot(tmp_path):
-    """A real picture: its chunks are whole, and the rows of its pixels are not all alike."""
-    answer = ft_ckpt(*GIVEN, "--save-time", 4, "--plot", tmp_path / "costs.png")
-    assert (answer.returncode, answer.stderr) == (0, "")
-    width, height, pixels = read_png(tmp_path / "costs.png")
-    assert (width, height) == (960, 600)
-    assert len({pixels[row * (width * 4 + 1) : (row + 1) * (width * 4 + 1)] for row in range(height)}) > 100
-
-
-def read_png(path):
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    place, chunks = 8, {}
-    while place < len(data):
-        (length,) = struct.unpack(">I", data[place : place + 4])
-        kind, body = data[place + 4 : place + 8], data[place + 8 : place + 8 + length]
-        assert struct.unpack(">I", data[place + 8 + length : place + 12 + length]) == (zlib.crc32(kind + body),)
-        chunks[kind] = chunks.get(kind, b"") + body
-        place += 12 + length
-    assert b"IEND" in chunks
-    width, height, bits, colours = struct.unpack(">IIBB", chunks[b"IHDR"][:10])
-    assert (bits, colours) == (8, 6)
-    return width, height, zlib.decompress(chunks[b"IDAT"])
-
-
-def test_plot_says_what_it_needs(tmp_path):
-    answer = ft_ckpt(*GIVEN, "--save-time", 4, "--plot", "costs.txt")
-    assert (answer.returncode, answer.stdout) == (2, "")
-    assert "costs.txt: expected a file name that ends in .png, .svg, .pdf" in answer.stderr
-    hidden = "import sys; sys.modules['matplotlib'] = None\nfrom ft_ckpt.cli import main\nmain()"
-    answer = ft_ckpt_alone(*GIVEN, "--save-time", 4, "--plot", tmp_path / "costs.png", code=hidden)
-    assert answer.returncode == 2
-    assert "needs matplotlib; install the extra plot " in answer.stderr
-    answer = ft_ckpt(*GIVEN, "--save-time", 4, "--plot", tmp_path / "absent/costs.png")
-    assert (answer.returncode, "Traceback" in answer.stderr) == (2, False)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -172,7 +133,7 @@ def test_errors(arguments, words):
 def test_nothing_heavy_is_imported(arguments):
     answer = ft_ckpt_alone(*arguments)
     assert answer.returncode == 0
-    assert not set(answer.stderr.split()) & {"matplotlib", "torch", "numpy", "transformers"}
+    assert not set(answer.stderr.split()) & {"torch", "numpy", "transformers"}
 
 
 def test_times_are_shown_in_a_fitting_unit():

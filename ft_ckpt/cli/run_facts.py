@@ -1,0 +1,346 @@
+"""The facts about a run that `ft-ckpt report` shows, from its manifests and its newest state."""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ft_ckpt.checkpoint import catalog, guards
+from ft_ckpt.checkpoint.catalog import CheckpointInfo
+from ft_ckpt.checkpoint.checks import file_key
+from ft_ckpt.checkpoint.delete import STATE
+from ft_ckpt.checkpoint.manifest import PartRecord, parse_time
+from ft_ckpt.checkpoint.open_checkpoint import hold_open
+from ft_ckpt.checkpoint.prune import survey_run
+from ft_ckpt.errors import CheckpointError, damaged_input
+from ft_ckpt.model.convert import open_source
+from ft_ckpt.model.diff import by_layer, compare_files
+from ft_ckpt.retention import Keep, keep_from_record, missed_rules, plan_pruning
+from ft_ckpt.schedule import LoggedSave, log_from_json
+from ft_ckpt.storage.frozen_view import hold_listed
+from ft_ckpt.storage.place import Place
+from ft_ckpt.training.state import read_document
+
+
+@dataclass(frozen=True)
+class KeptCheckpoint:
+    """One checkpoint of the run that still exists."""
+
+    name: str
+    step: int | None
+    created: str  # ISO 8601, UTC
+    kind: str
+    metrics: Mapping[str, float]
+    size_bytes: int
+    own_bytes: int  # of files that no older checkpoint of the run has
+    state_bytes: int
+    kept: tuple[str, ...]  # the rules of the run that keep it
+    fate: str  # why it is kept, or why the next save deletes it
+    pinned: str | None  # the reason, possibly ""; None if it is not pinned
+    problems: tuple[str, ...]
+    is_export: bool = False  # weights saved beside the checkpoints of the run
+    is_own: bool = True  # of the run whose log this is, not of another one in the folder
+
+    @property
+    def created_at(self) -> float | None:
+        """Unix time; None if `created` is not a time."""
+        moment = parse_time(self.created)
+        return None if moment is None else moment.timestamp()
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Change of each layer between two checkpoints: norm of the change over the norm before it."""
+
+    before: str
+    after: str
+    layers: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """One part of the newest checkpoint: a model, a module or an adapter."""
+
+    name: str  # of the part; "" for the whole model
+    kind: str
+    class_name: str
+    values: int  # in its tensors: of parameters and buffers
+    trainable: int
+    dtypes: tuple[str, ...]
+    base: str | None  # of an adapter
+
+
+@dataclass(frozen=True)
+class Training:
+    """The training as its newest state says it; empty without a state."""
+
+    ranks: int | None = None
+    wrapper: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)  # "optimizer": "AdamW", ...
+    progress: Mapping[str, int] = field(default_factory=dict)
+    run_seconds: float | None = None  # over all restarts, until the newest save
+    failures: int | None = None
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The checkpoints of a run, oldest first, and the log of saves in its newest training state."""
+
+    run: str
+    checkpoints: tuple[KeptCheckpoint, ...]
+    saves: tuple[LoggedSave, ...]
+    drift: tuple[Drift, ...]
+    metrics: tuple[str, ...]  # most important first
+    notes: tuple[str, ...]  # missing facts, with the reasons
+    rankings: Mapping[str, str] = field(default_factory=dict)  # metric -> "min" or "max"
+    models: tuple[StoredModel, ...] = ()
+    training: Training = field(default_factory=Training)
+    rules: Keep | None = None  # None if no training state says them
+
+    @property
+    def disk_bytes(self) -> int:
+        """The bytes of all files; files that checkpoints share count once."""
+        return sum(checkpoint.own_bytes for checkpoint in self.checkpoints)
+
+    @property
+    def saved_checkpoints(self) -> dict[int, KeptCheckpoint]:
+        """The checkpoints that the logged saves made, by step, without exports."""
+        return {
+            checkpoint.step: checkpoint
+            for checkpoint in self.checkpoints
+            if checkpoint.is_own and not checkpoint.is_export and checkpoint.step is not None
+        }
+
+    @property
+    def dropped_saves(self) -> tuple[LoggedSave, ...]:
+        """The saves whose checkpoints have been deleted."""
+        existing = self.saved_checkpoints
+        return tuple(save for save in self.saves if save.step not in existing)
+
+    @property
+    def waited_seconds(self) -> float:
+        """The time that training waited for the logged saves."""
+        return sum(save.stall_seconds or 0.0 for save in self.saves)
+
+    def metric_points(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of a metric at all saves that had it, also those of deleted checkpoints.
+
+        Of one step, the value of the checkpoint is newer than that of the log.
+        """
+        records = [(each.step, each.metrics) for each in self.checkpoints if each.is_own]
+        records += [(save.step, save.metrics) for save in self.saves]
+        records += [(step, each.metrics) for step, each in self.saved_checkpoints.items()]
+        values = {step: metrics[name] for step, metrics in records if name in metrics}
+        return sorted((step, value) for step, value in values.items() if step is not None)
+
+    def best_checkpoint(self, name: str) -> KeptCheckpoint | None:
+        """The best checkpoint by a metric that the run ranks by; of equal ones the oldest."""
+        mode = self.rankings.get(name)
+        sign = 1 if mode == "min" else -1
+        measured = [
+            checkpoint
+            for checkpoint in self.saved_checkpoints.values()
+            if not math.isnan(checkpoint.metrics.get(name, math.nan))
+        ]
+        if mode is None or not measured:
+            return None
+        return min(measured, key=lambda checkpoint: sign * checkpoint.metrics[name])
+
+
+def gather_facts(run: Path | Place, metrics: Sequence[str], *, comparisons: int) -> RunFacts:
+    """The facts about the folder `run`.
+
+    The newest `comparisons` pairs of neighbouring checkpoints are compared.
+    """
+    infos = catalog.run_checkpoints(run)
+    notes: list[str] = []
+    document = _newest_document(infos, notes)
+    with damaged_input(f"{run}: what its newest training state says of the run"):
+        history = document.get("history") or {}
+        saves = log_from_json(history.get("saves", ()))
+        rules = keep_from_record(document.get("keep")) if document else None
+        training = _training_of(document)
+    run_ids = {document["run_id"], *document.get("ancestors", ())} if document else None
+    fates = _Fates(run, rules, document.get("run_id"))
+    checkpoints = tuple(_kept_checkpoints(infos, fates, run_ids))
+    return RunFacts(
+        run=str(run),
+        checkpoints=checkpoints,
+        saves=saves,
+        drift=_drifts(infos, comparisons, notes),
+        metrics=tuple(metrics),
+        notes=tuple(notes),
+        rankings={name: mode for info in infos for name, mode in info.manifest.rankings.items()},
+        models=_models_of(infos),
+        training=training,
+        rules=rules,
+    )
+
+
+def _newest_document(infos: Sequence[CheckpointInfo], notes: list[str]) -> Mapping[str, Any]:
+    for info in reversed(infos):
+        if any(part.kind == STATE for part in info.manifest.parts):
+            try:
+                return read_document(info.store, info.manifest)
+            except CheckpointError as error:
+                notes.append(str(error))
+    notes.append(
+        "no checkpoint has a training state, so times of saves, deleted checkpoints and the rules "
+        "that keep checkpoints are unknown"
+    )
+    return {}
+
+
+_SHOWN_APART = ("world size", "engine", "model")
+
+
+def _training_of(document: Mapping[str, Any]) -> Training:
+    if not document:
+        return Training()
+    settings, versions = {}, {}
+    for name, value in document["fingerprint"].items():
+        library = name.removeprefix("version of ")
+        if library != name:
+            versions[library] = str(value)
+        elif name not in _SHOWN_APART:
+            settings[name] = str(value)
+    history = document.get("history") or {}
+    seconds, failures = history.get("run_seconds"), history.get("failures")
+    return Training(
+        ranks=len(document["ranks"]),
+        wrapper=str(document["fingerprint"].get("engine", "")),
+        versions=versions,
+        settings=settings,
+        progress=dict(document["progress"]),
+        run_seconds=None if seconds is None else float(seconds),
+        failures=None if failures is None else int(failures),
+    )
+
+
+def _models_of(infos: Sequence[CheckpointInfo]) -> tuple[StoredModel, ...]:
+    """The parts of the newest checkpoint of training; of the newest export if there is no other."""
+    newest_last = sorted(infos, key=lambda info: not info.manifest.export)
+    for info in reversed(newest_last):
+        parts = [part for part in info.manifest.parts if part.kind != STATE]
+        if parts:
+            return tuple(_stored_model(part) for part in parts)
+    return ()
+
+
+def _stored_model(part: PartRecord) -> StoredModel:
+    base = part.base
+    counts = {tensor.name: math.prod(tensor.shape) for tensor in part.tensors}
+    return StoredModel(
+        name=part.name,
+        kind=part.kind,
+        class_name=part.class_name,
+        values=sum(counts.values()),
+        trainable=sum(counts.get(name, 0) for name in part.trainable),
+        dtypes=tuple(sorted({tensor.dtype for tensor in part.tensors})),
+        base=None if base is None else base.id or f"{base.class_name} built in memory",
+    )
+
+
+_IN_WORDS = {
+    "newest valid": "the newest whole checkpoint",
+    "newest valid with state": "the newest from which the run can resume",
+    "no rule drops it": "the run keeps all checkpoints",
+    "no valid one is there": "no checkpoint of the run is whole, so all stay",
+    "of another run": "of another run, which this run never deletes",
+    "of no run": "of no run, so no rule deletes it",
+}
+
+
+class _Fates:
+    """Why each checkpoint of a run stays, or goes; `rules` are None if they are unknown."""
+
+    def __init__(self, run: Path | Place, rules: Keep | None, run_id: str | None) -> None:
+        survey = survey_run(run)
+        self.rules = rules
+        self.plan = plan_pruning(survey, rules or Keep(), run_id)
+        self.survey = {checkpoint.path: checkpoint for checkpoint in survey}
+
+    def kept_by(self, path: Path | str) -> tuple[str, ...]:
+        return () if self.rules is None else self.plan.keep.get(path, ())
+
+    def in_words(self, path: Path | str) -> str:
+        checkpoint = self.survey.get(path)
+        if checkpoint is None:
+            return "a link, which no rule deletes"
+        if checkpoint.is_export:
+            return "exported weights, which no rule deletes"
+        if self.rules is None:
+            return "unknown without a training state"
+        reasons = self.plan.keep.get(path)
+        if reasons is None:
+            return f"the next save deletes it: {', '.join(missed_rules(checkpoint, self.rules))}"
+        words = [_IN_WORDS.get(reason, reason) for reason in reasons]
+        if path in self.plan.strip:
+            words.append("the next save deletes its training state")
+        return "; ".join(words)
+
+
+def _kept_checkpoints(
+    infos: Iterable[CheckpointInfo], fates: _Fates, run_ids: set[str] | None
+) -> Iterable[KeptCheckpoint]:
+    """`run_ids` are the run's and those it was resumed from; None: each checkpoint is its own."""
+    seen: set[object] = set()
+    for info in infos:
+        report = catalog.verify(info.place, deep=False)
+        sizes = _file_sizes(info)
+        new = {key: size for key, (size, _) in sizes.items() if key not in seen}
+        seen.update(new)
+        yield KeptCheckpoint(
+            name=info.name,
+            step=info.manifest.step,
+            created=info.manifest.created,
+            kind=info.manifest.kind,
+            metrics=dict(info.metrics),
+            size_bytes=sum(size for size, _ in sizes.values()),
+            own_bytes=sum(new.values()),
+            state_bytes=sum(size for size, is_state in sizes.values() if is_state),
+            kept=fates.kept_by(info.path),
+            fate=fates.in_words(info.path),
+            pinned=guards.pin_reason(info.place),
+            problems=report.problems,
+            is_export=info.manifest.export,
+            is_own=run_ids is None or info.manifest.run_id in run_ids,
+        )
+
+
+def _file_sizes(info: CheckpointInfo) -> dict[object, tuple[int, bool]]:
+    """(bytes, whether it is of the training state) of each file, by a key equal for hard links."""
+    state = tuple(f"{part.path}/" for part in info.manifest.parts if part.kind == STATE)
+    store = hold_listed(info.store)
+    found = {file.path: store.stat(file.path) for file in info.manifest.files}
+    return {
+        file_key(info.store, name): (stored.size_bytes, name.startswith(state))
+        for name, stored in found.items()
+        if stored is not None
+    }
+
+
+def _drifts(infos: Sequence[CheckpointInfo], count: int, notes: list[str]) -> tuple[Drift, ...]:
+    """The changes between the newest `count` pairs of neighbours that training saved."""
+    saved = [info for info in infos if not info.manifest.made_from]
+    resumable = [info for info in saved if not info.manifest.export]
+    pairs = list(itertools.pairwise(resumable if len(resumable) > 1 else saved))
+    newest_pairs = pairs[len(pairs) - min(count, len(pairs)) :]
+    drifts = [_drift(before, after, notes) for before, after in newest_pairs]
+    return tuple(drift for drift in drifts if drift is not None)
+
+
+def _drift(before: CheckpointInfo, after: CheckpointInfo, notes: list[str]) -> Drift | None:
+    try:
+        with ExitStack() as stack:
+            places = [stack.enter_context(hold_open(each.place)) for each in (before, after)]
+            opened = [stack.enter_context(closing(open_source(place))) for place in places]
+            changes = {each.name: each.relative for each in by_layer(compare_files(*opened))}
+    except CheckpointError as error:
+        notes.append(f"{before.name} and {after.name} were not compared: {error}")
+        return None
+    return Drift(before.name, after.name, changes)
