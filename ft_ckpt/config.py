@@ -47,7 +47,7 @@ class SaverConfig:
     """Name on the Hub of an adapter's base that was loaded from a folder, for adapter configs and model cards."""
     bucket_bytes: int = 256 << 20
     """Buffer of a rank for tensors that are gathered or broadcast, in bytes; one row of a tensor if that is larger."""
-    nonfinite: str = "save"
+    nonfinite: Literal["save", "raise"] = "save"
     """NaN and infinities in weights: "save" writes them, "raise" refuses the checkpoint."""
     name_template: str = "checkpoint-{step}"
     """Folder in the directory: {step}, {epoch} (finished); without {step}, saves of one epoch replace each other."""
@@ -57,17 +57,17 @@ class SaverConfig:
     """Writer threads on each rank that writes; None: 4. Up to 32 MiB on a local disk are written without threads."""
     io_block_bytes: int = 8 << 20
     """Size of a write, in bytes, a multiple of 4096; memory is needed for two more blocks than threads."""
-    direct_io: str = "auto"
+    direct_io: Literal["auto", "on", "off"] = "auto"
     """Unbuffered writes (O_DIRECT): "auto" for files from 8 MiB on if the file system supports them, "on", "off"."""
-    digest: str = "xxh3"
+    digest: Literal["xxh3", "sha256"] = "xxh3"
     """Digests of weight files: "xxh3", or "sha256" to store SHA-256 too, so that `sign` need not read the files again.
     A file that several ranks write gets no SHA-256."""
-    io_priority: str = "normal"
+    io_priority: Literal["normal", "low"] = "normal"
     """I/O priority of a background save, if the disk's scheduler supports it: "normal" or "low"."""
-    each_rank_writes: str = "auto"
+    each_rank_writes: Literal["auto", "on", "off"] = "auto"
     """Each rank writes its own bytes (in a bucket: some of the files): "on", "off" (rank 0 writes everything), or
     "auto" (where it is faster)."""
-    reuse_frozen: str = "auto"
+    reuse_frozen: Literal["auto", "on", "off"] = "auto"
     """Write frozen tensors as separate files, which later checkpoints hard-link: "on", "off", or "auto" (if large)."""
     background: bool = False
     """`save` and `save_state` return at once; the checkpoint is written while training continues."""
@@ -77,14 +77,14 @@ class SaverConfig:
     """When `step` saves a checkpoint to resume from; a number means steps. None: only on request."""
     keep: Keep | None = None
     """Which checkpoints of the run stay after each save of its state; a number means the newest n. None: all."""
-    on_failure: str = "raise"
+    on_failure: Literal["raise", "warn"] = "raise"
     """After a failed save by `step`: "raise", or "warn" and continue."""
-    when_full: str = "raise"
+    when_full: Literal["raise", "prune", "wait"] = "raise"
     """On a disk without room for a checkpoint: "raise"; "prune" by `keep` first; "wait" until there is room."""
-    on_difference: str = "warn"
+    on_difference: Literal["warn", "raise", "ignore"] = "warn"
     """If a resumed run has other settings than the saved one, or replicas differ at a save: "warn", "raise" or
     "ignore"."""
-    fan_out: str = "auto"
+    fan_out: Literal["auto", "read", "broadcast"] = "auto"
     """Who reads a checkpoint: "read" (each rank its part), "broadcast" (rank 0 reads replicated tensors for all), or
     "auto" ("read", but "broadcast" for small ranges in a bucket)."""
     store_options: Mapping[str, Any] | None = field(default=None, repr=False)  # may have secret keys

@@ -149,7 +149,7 @@ def load_model(
     trust_remote_code: bool = False,
     verify: bool = False,
     require_signature: SignedBy | None = None,
-    mapped: bool | str = "auto",
+    mapped: bool | Literal["auto"] = "auto",
     with_report: bool = False,
 ) -> Any:
     """Load the model at `path`: a Hugging Face model, a PeftModel on its base, or a plain module, in eval mode.

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from ft_ckpt import CheckpointSaver, SaverConfig
-from ft_ckpt.config import FAMILIAR_NAMES, SaverSettings, parse_size
+from ft_ckpt.config import FAMILIAR_NAMES, parse_size
 from ft_ckpt.errors import CheckpointError, ConfigError, RanksDisagreeError, TargetError
 
 
@@ -61,12 +61,6 @@ def test_an_unknown_setting_is_answered_with_the_right_one(name, advice):
 def test_familiar_names_are_no_settings_of_this_saver():
     names = {field.name for field in fields(SaverConfig)}
     assert names.isdisjoint(FAMILIAR_NAMES)
-
-
-def test_type_checkers_see_all_settings():
-    """`background` is an argument of its own."""
-    annotations = set(SaverSettings.__annotations__) | {"background"}
-    assert annotations == {field.name for field in fields(SaverConfig)}
 
 
 def test_settings_are_given_in_one_way():
