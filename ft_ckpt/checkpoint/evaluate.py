@@ -53,7 +53,7 @@ class _Evaluator(Follower):
     evaluated: int = 0
     unfit_names: set[str] = field(default_factory=set, init=False)  # reported problems of names
 
-    def visit(self, waiting: Sequence[CheckpointInfo], _infos: Sequence[CheckpointInfo]) -> None:
+    def visit(self, waiting: Sequence[CheckpointInfo], infos: Sequence[CheckpointInfo]) -> None:
         for info in waiting:
             if self.stop.is_set():
                 return

@@ -264,6 +264,7 @@ def choose_filler(way: str, ranks: Ranks, bucket_bytes: int) -> Filler:
     def fill(what: str, collect: Callable[[], list[WantedTensor]]) -> None:
         plan, error = try_action(lambda: _BroadcastPlan(collect(), bucket_bytes, chosen))
         ranks.agree(f"reading {what}", {"tensors": "" if plan is None else plan.digest}, error, same=("tensors",))
+        assert plan is not None  # else `agree` has raised the error
         broadcast_tensors(plan, ranks)
         fill_all(plan.own)
 

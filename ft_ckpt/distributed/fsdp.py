@@ -183,8 +183,7 @@ class FSDP2Wrapper(Wrapper):
 
 
 def _fsdp_modules(modules: Sequence[nn.Module]) -> list[FSDPModule]:
-    kinds = {kind for kind in {*map(type, modules)} if issubclass(kind, FSDPModule)}
-    return [module for module in modules if type(module) in kinds] if kinds else []
+    return [module for module in modules if isinstance(module, FSDPModule)]
 
 
 def _parameter_groups(modules: Sequence[nn.Module]) -> list[Any]:

@@ -64,13 +64,14 @@ class Client:
     timeout_seconds: float = 300.0
 
     def __post_init__(self) -> None:
+        expected = f"{self.url}: expected the address of a server, such as http://127.0.0.1:8000"
         try:
             parts = urlsplit(self.url)
             is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:  # an invalid port
-            is_address = False
+            raise ConfigError(expected) from None
         if not is_address or parts.query or parts.fragment or not re.fullmatch(r"[!-~]+", self.url):
-            raise ConfigError(f"{self.url}: expected the address of a server, such as http://127.0.0.1:8000")
+            raise ConfigError(expected)
         if parts.username or parts.password:
             raise ConfigError(f"{self.url}: a password in a URL is logged; give it in headers=, or {TOKEN_VARIABLE}")
         for name, value in self._all_headers().items():

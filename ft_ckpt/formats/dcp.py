@@ -269,11 +269,11 @@ def write_dcp(folder: Path, specs: Sequence[Spec], read: Callable[[str, int, int
     held: list[Tensor] = []
 
     class Planner(checkpoint.DefaultSavePlanner):  # type: ignore[misc]  # untyped base class
-        def resolve_data(self, item: Any) -> Tensor:
+        def resolve_data(self, write_item: Any) -> Tensor:
             while held:
                 held.pop().untyped_storage().resize_(0)  # torch.save leaves it in a reference cycle
-            like = self.state_dict[item.index.fqn]
-            held.append(read_in_steps(read, item.index.fqn, 0, like.numel(), like.dtype).view(like.shape))
+            like = self.state_dict[write_item.index.fqn]
+            held.append(read_in_steps(read, write_item.index.fqn, 0, like.numel(), like.dtype).view(like.shape))
             return held[0]
 
     stands = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs}

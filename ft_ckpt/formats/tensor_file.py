@@ -259,8 +259,8 @@ def moved_index(data: bytes, source: str) -> TensorIndex:
 def _parse_footer(tail: bytes) -> tuple[int, int, int, bytes] | None:
     if len(tail) != FOOTER_BYTES or xxhash.xxh3_64_digest(tail[:-8]) != tail[-8:]:
         return None
-    magic, *known = struct.unpack(_FOOTER, tail[:-8])
-    return tuple(known) if magic == _MAGIC else None
+    magic, data_start, index_start, file_bytes, digest = struct.unpack(_FOOTER, tail[:-8])
+    return (data_start, index_start, file_bytes, digest) if magic == _MAGIC else None
 
 
 def parse_index(text: bytes, digest: bytes, data_start: int, source: str) -> TensorIndex:

@@ -134,7 +134,7 @@ def run_save(
         if report is not None:
             return report
         # The disk is full, and the settings say to try again.
-        plan, error = staged.plan, None
+        plan, error = job.plan, None
         changed, tries = changed | (job.offers.keys() - job.taken), tries + 1
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from ft_ckpt.checkpoint.run_places import RunPlaces
 from ft_ckpt.config import SaverConfig
@@ -100,9 +101,9 @@ def make_follow_up(on_saved: SaveHook | Iterable[SaveHook] | None, places: RunPl
         uploads = RunUploads(places.staging, places.directory, give_way)
     publisher, goal = None, config.publish
     if goal is not None:
-        goal = dict(goal) if isinstance(goal, Mapping) else {"url": goal}
-        after_resume = goal.pop("after_resume", "resumed")
-        publisher = Publisher(*publish_goal(goal), after_resume)
+        options: dict[str, Any] = dict(goal) if isinstance(goal, Mapping) else {"url": goal}
+        after_resume = options.pop("after_resume", "resumed")
+        publisher = Publisher(*publish_goal(options), after_resume)
     return FollowUp(hooks_of(on_saved), uploads, publisher=publisher)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import hf_xet
 
@@ -100,6 +100,7 @@ def _content_of(held: OpenCheckpoint, manifest: Manifest, goal: HubBucket) -> _C
         return _Content(manifest, hashes, None, held.origin.bucket_id)
     names = [file.path for file in manifest.files]
     wrong = [f"{file.path}: missing" for file in manifest.files if held.store.stat(file.path) is None]
+    found: list[Any] = []
     if not wrong:
         found = hf_xet.hash_files([str(held.folder / name) for name in names])
         wrong = [line for file in manifest.files if (line := _problem_of(held, file)) is not None]

@@ -191,6 +191,9 @@ def on_save_state(_: int) -> dict[str, Any]:
     return parts(models.llama())
 
 
+on_api = on_save_state
+
+
 def on_errors(script: int) -> dict[str, Any]:
     return on_ppo(script)
 
