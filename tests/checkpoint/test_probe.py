@@ -33,7 +33,7 @@ def test_what_is_wrong_is_told(s3):
 
 def test_a_store_without_conditions_is_warned_of(s3):
     s3.ignores_conditions = True
-    with pytest.warns(UserWarning, match="replaces objects although it is asked not to"):
+    with pytest.warns(UserWarning, match="ignores conditional writes"):
         CheckpointSaver(None, RUN)
     assert s3.names() == []
 

@@ -277,7 +277,7 @@ def test_a_source_of_weight_0_has_no_part_in_it(three, tmp_path):
 @pytest.mark.parametrize(
     ("sources", "settings", "words"),
     [
-        (1, {}, r"^1 source given: an average is of two or more"),
+        (1, {}, r"^1 source given, expected two or more"),
         (0, {}, r"^0 sources given"),
         (2, {"weights": [1]}, "expected 2 finite numbers"),
         (2, {"weights": [1, -1]}, "whose sum is not 0"),

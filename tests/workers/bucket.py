@@ -101,7 +101,7 @@ def failing(run: str) -> None:
     with saver_of(live, run) as saver:
         train(live, saver, 0, 1)
         saver.save_state()
-        with pytest.raises(CheckpointError, match="cannot be replaced in one step"):
+        with pytest.raises(CheckpointError, match="a bucket cannot replace a checkpoint in one step"):
             saver.save_state(path=f"{run}/checkpoint-1")
         assert ft_ckpt.verify(f"{run}/checkpoint-1").ok
 
