@@ -50,7 +50,8 @@ def launch(
     environment = _environment({"STACKS_AFTER": str(max(timeout - 15, timeout / 2)), **(env or {})})
     with tempfile.NamedTemporaryFile("w+", errors="replace") as log:
         path = Path(log.name)
-        returncode = _end(_begin(WORKERS / f"{worker}.py", args, ranks, environment, path, path), timeout)
+        with _begun(WORKERS / f"{worker}.py", args, ranks, environment, path, path) as process:
+            returncode = _end(process, timeout)
         extensions.drop_stale_locks()  # a rank may have been killed while it held one
         log.seek(0)
         return Result(log.read(), returncode)
@@ -108,9 +109,9 @@ def run_python(
     `begun` is called with the process id.
     """
     with _program(code) as (script, output, errors):
-        process = _begin(script, args, 0, _environment(env or {}), output, errors, cwd)
-        begun(process)
-        returncode = _end(process, timeout)
+        with _begun(script, args, 0, _environment(env or {}), output, errors, cwd) as process:
+            begun(process)
+            returncode = _end(process, timeout)
         return subprocess.CompletedProcess([code, *map(str, args)], returncode, output.read_text(), errors.read_text())
 
 
@@ -121,12 +122,13 @@ def run_and_signal(
     with _program(code) as (script, output, errors):
         output.unlink()
         os.mkfifo(output)
-        process = _begin(script, args, 0, _environment({}), output, errors)
-        with output.open() as said:
-            until(said)
-            os.kill(process, number)
-            rest = said.read()
-        return subprocess.CompletedProcess([code, *map(str, args)], _end(process, 60), rest, errors.read_text())
+        with _begun(script, args, 0, _environment({}), output, errors) as process:
+            with output.open() as said:
+                until(said)
+                os.kill(process, number)
+                rest = said.read()
+            returncode = _end(process, 60)
+        return subprocess.CompletedProcess([code, *map(str, args)], returncode, rest, errors.read_text())
 
 
 @contextmanager
@@ -189,7 +191,8 @@ def _answer(server: socket.socket) -> str:
     return line.decode().strip()
 
 
-def _begin(
+@contextmanager
+def _begun(
     script: Path,
     args: Sequence[object],
     ranks: int,
@@ -197,13 +200,24 @@ def _begin(
     output: Path,
     errors: Path,
     cwd: Path | None = None,
-) -> int:
-    """Have the server fork a process, and return its id."""
+) -> Iterator[int]:
+    """The id of a process that the server forks, and that the block ends.
+
+    If the block raises, as at a test's timeout, the process is killed and the connection closed: the next launch would
+    read the answer that was left in it.
+    """
     server = _nursery()
     arguments = [str(argument) for argument in args]
     request = [str(script), arguments, ranks, environment, str(cwd or Path.cwd()), str(output), str(errors)]
     server.sendall(json.dumps(request).encode() + b"\n")
-    return int(_answer(server))
+    process = int(_answer(server))
+    try:
+        yield process
+    except BaseException:
+        _kill_tree(process)
+        _nursery.cache_clear()
+        server.close()
+        raise
 
 
 def _end(process: int, timeout: float) -> int:
