@@ -63,7 +63,8 @@ def test_the_table_of_versions_is_that_of_what_is_required_and_tested():
         dict(re.findall(PIN, text(ROOT / name))) for name in ("constraints-oldest.txt", "constraints.txt")
     )
     users = [extra for extra in EXTRAS if extra not in {"bench", "dev", "docs", "test"}]
-    expected = {"Python": [PROJECT["requires-python"].removeprefix(">="), "3.11", "3.11"]}
+    run = sorted(pythons_of_runs(), key=by_number)
+    expected = {"Python": [PROJECT["requires-python"].removeprefix(">="), run[0], run[-1]]}
     for requirement in [*PROJECT["dependencies"], *(each for extra in users for each in EXTRAS[extra])]:
         name, lowest = re.match(r"([\w.-]+)>=([\d.]+)", requirement).groups()
         expected[name] = [lowest, oldest.get(name, "-"), newest.get(name, "-")]
@@ -76,11 +77,25 @@ def test_the_oldest_tested_versions_are_the_oldest_accepted_ones():
         assert oldest == "-" or name in {"Python", "torch"} or (oldest + ".").startswith(accepted + "."), name
 
 
+def test_the_classifiers_name_the_pythons_of_the_runs():
+    classified = set(re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"])))
+    assert classified == pythons_of_runs()
+
+
 def test_checkpoints_of_every_release_are_read_by_tests():
     """Every dated version of the changelog is on the page, and has golden checkpoints."""
     released = re.findall(r"^## (\S+) - \d", text(ROOT / "CHANGELOG.md"), re.MULTILINE)
     goldens = {path.name for path in (ROOT / "tests/golden/checkpoints").iterdir()}
     assert {version for version, _ in rows("docs/compatibility.md", "written by")} == set(released) == goldens
+
+
+def pythons_of_runs():
+    """The versions of Python, such as 3.11, in the page's table of runs."""
+    return {".".join(version.split(".")[:2]) for version, *_ in rows("docs/compatibility.md", "run on Python")}
+
+
+def by_number(version):
+    return [int(step) for step in version.split(".")]
 
 
 def rows(page, first):
