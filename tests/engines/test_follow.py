@@ -436,7 +436,7 @@ def test_saver_publish_saves_first(files: EngineFiles, tmp_path: Path) -> None:
         with pytest.raises(EngineError):
             saver.publish(model, engine.url, tmp_path / "run/third", version="other")
         assert ft_ckpt.verify(tmp_path / "run/third").ok
-        with pytest.raises(ConfigError, match=r"nam.*expected some of"):
+        with pytest.raises(ConfigError, match=r"nam: not an argument of it; did you mean name\?"):
             saver.publish(model, engine.url, tmp_path / "run/fourth", nam="policy")
         assert not (tmp_path / "run/fourth").exists()
 

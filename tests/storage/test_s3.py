@@ -96,7 +96,7 @@ def test_a_bucket_that_is_not_there_is_said(s3, call):
         s3.faults = [Fault("GET|PUT", status=404, code="NoSuchBucket")]
     else:
         del s3.buckets[BUCKET]
-    with pytest.raises(ConfigError, match="there is no such bucket"):
+    with pytest.raises(ConfigError, match="no such bucket; create it"):
         CALLS[call](open_store(f"s3://{BUCKET}/run", **FAST))
 
 

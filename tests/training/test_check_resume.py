@@ -113,7 +113,7 @@ def test_a_script_that_is_not_resumed(tmp_path):
     ("arguments", "words"),
     [
         ([], "check-resume: expected SCRIPT"),
-        (["--steps", 4, "absent.py"], "absent.py: no such file"),
+        (["--steps", 4, "absent.py"], "absent.py: no file, expected a training script"),
         (["--steps", 4, "--stop", 4, SCRIPT], "--stop 4: expected less than --steps 4"),
         (["--nproc", 2, "--launch", "accelerate launch", SCRIPT], "expected one of them"),
         (["--launch", "no-such-launcher", SCRIPT], "no-such-launcher: No such file"),

@@ -170,7 +170,7 @@ def test_a_file_that_has_grown_since_it_was_opened(tmp_path, monkeypatch):
 
     monkeypatch.setattr(resume, "restore_weights", grown)
     model, optimizer, saver = begin(tmp_path)
-    with pytest.warns(UserWarning, match=r"model.safetensors: .*truncated: .*trying an older one"):
+    with pytest.warns(UserWarning, match=r"model.safetensors: .*overwritten: .*trying an older one"):
         assert saver.resume().resumed_from.name == "checkpoint-1"
     assert is_same(expected, tensors_of(model, optimizer))
 

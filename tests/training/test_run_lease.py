@@ -172,7 +172,7 @@ def test_a_second_process_is_told_who_trains_there(run):
             with pytest.raises(LeaseTakenError, match=expected):
                 action()
         assert [info.name for info in discover(run)] == ["checkpoint-1"]
-        assert first.second_save() == ""
+        assert first.second_save() == f"a fresh start: nothing was resumed from {run}\n"
         assert not has_mark(run), "its end releases it"
         assert second.resume().step == 2
         assert stepped(second).step == 3
@@ -193,7 +193,7 @@ def test_what_needs_no_lease(run, tmp_path):
         assert third.resume().step == 1
         third.close()
         assert mark(run)["pid"] == first.pid
-        assert first.second_save() == ""
+        assert first.second_save() == f"a fresh start: nothing was resumed from {run}\n"
 
 
 def test_a_killed_process_is_followed_at_once(run):

@@ -447,5 +447,5 @@ def test_the_commands_speak_with_the_hub_that_the_environment_names(hub, made, t
     assert (taken, bare) == ("", "")
     assert "user/late" in hub.repositories, done.stderr
     assert hub.files("user/late").get("model.safetensors") == hub.files("user/model")["model.safetensors"]
-    assert "back: is there already" in done.stderr
+    assert "back: exists already" in done.stderr
     assert "user/model: expected a URL" in done.stderr
