@@ -9,16 +9,44 @@ import torch
 from places import TESTS
 from safetensors.torch import load_file
 
-from ft_ckpt import CheckpointSaver, convert, latest, load_model, verify
+from ft_ckpt import CheckpointSaver, Writer, convert, latest, load_model, pull, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
 
 sys.path.insert(0, str(TESTS / "golden"))
-from make_checkpoints import STEPS, WEIGHTS, Network, batches, fill, lora, optimizer_of, train
+from make_checkpoints import (
+    RANKED,
+    SINGLE,
+    STEPS,
+    WEIGHTS,
+    Network,
+    PolicyAndValue,
+    batches,
+    changed_llama,
+    classifier,
+    fill,
+    llama,
+    lora,
+    optimizer_of,
+    replay_state,
+    train,
+)
 
 GOLDEN = TESTS / "golden" / "checkpoints"
 VERSIONS = sorted(path.name for path in GOLDEN.iterdir())
-OBJECTS = {"lora": lambda: {"base": lora().unload()}, "module": lambda: {"into": empty(Network())}}
-RUNS = ["ddp", "fsdp2", "zero2", "zero3"]
+OBJECTS = {
+    "lora": lambda: {"base": lora().unload()},
+    "classifier": lambda: {"base": classifier().unload()},
+    "module": lambda: {"into": empty(Network())},
+}
+ONE_MODEL = [name for name in WEIGHTS if name != "composite"]
+LATER = {  # kinds that the first version here did not write, and the version that did
+    "gzip": "0.2.0",
+    "classifier": "0.3.0",
+    "composite": "0.3.0",
+    "writers": "0.3.0",
+    "deltas": "0.3.0",
+    "signed": "0.3.0",
+}
 
 
 def empty(model):
@@ -34,12 +62,13 @@ def cases(names):
 
 
 def test_all_versions_are_here():
-    assert VERSIONS == ["0.1.0", "0.2.0"]
-    assert len(cases(WEIGHTS)) == 2 * len(WEIGHTS) - 1  # 0.1.0 knew no gzip
-    assert len(cases(RUNS)) == 2 * len(RUNS)
+    assert VERSIONS == ["0.1.0", "0.2.0", "0.3.0"]
+    for name in [*WEIGHTS, *RANKED, *SINGLE]:
+        first = LATER.get(name, VERSIONS[0])
+        assert cases([name]) == [(version, name) for version in VERSIONS if version >= first]
 
 
-@pytest.mark.parametrize(("version", "name"), cases(WEIGHTS))
+@pytest.mark.parametrize(("version", "name"), cases(ONE_MODEL))
 def test_weights(tmp_path, version, name):
     folder = GOLDEN / version / name
     assert (read_manifest(folder).versions["ft_ckpt"], verify(folder).problems) == (version, ())
@@ -51,11 +80,61 @@ def test_weights(tmp_path, version, name):
     for file in (tmp_path / "out").rglob("*.safetensors"):
         stored = load_file(file)
         names = {key: value for key, value in expected.items() if key in stored}
-        assert names or name == "lora"
+        assert names or name in ("lora", "classifier")
         assert all(torch.equal(stored[key], value) for key, value in names.items())
 
 
-@pytest.mark.parametrize(("version", "name"), cases(RUNS))
+@pytest.mark.parametrize(("version", "name"), cases(["composite"]))
+def test_parts_of_a_composite(version, name):
+    folder = GOLDEN / version / name
+    assert verify(folder).problems == ()
+    expected = PolicyAndValue()
+    same_weights(load_model(folder, part="policy"), expected.policy)
+    value_head = load_model(folder, part="value_head", into=empty(torch.nn.Linear(16, 1)))
+    same_weights(value_head, expected.value_head)
+
+
+@pytest.mark.parametrize(("version", "name"), cases(["deltas"]))
+def test_a_chain_of_deltas_is_rebuilt(tmp_path, version, name):
+    chain = GOLDEN / version / name
+    kinds = [read_manifest(chain / f"checkpoint-{step}").kind for step in (1, 2)]
+    assert kinds == ["full", "delta"]
+    for step in (1, 2):
+        assert verify(chain / f"checkpoint-{step}").problems == ()
+        rebuilt = tmp_path / f"checkpoint-{step}"
+        pull(str(chain / f"checkpoint-{step}"), rebuilt)
+        same_weights(load_model(rebuilt), changed_llama(step))
+
+
+@pytest.mark.parametrize(("version", "name"), cases(["signed"]))
+def test_a_signature_holds(version, name):
+    folder = GOLDEN / version / name / "checkpoint-2"
+    key = folder.parent / "public.pem"
+    assert verify(folder, signed_by=key).problems == ()
+    same_weights(load_model(folder, require_signature=key), llama())
+
+
+@pytest.mark.parametrize(("version", "name"), cases(["writers"]))
+def test_trainer_and_writer_go_on(tmp_path, version, name):
+    shutil.copytree(GOLDEN / version / name, tmp_path / "run")
+    assert verify(tmp_path / "run" / "checkpoint-2").problems == ()
+    model = Network()
+    optimizer = optimizer_of(model)
+    expected = Network()
+    expected_optimizer = optimizer_of(expected)
+    train(expected, expected_optimizer, batches()[:STEPS])
+    with CheckpointSaver(None, tmp_path / "run") as saver:
+        saver.register(model=model, optimizer=optimizer)
+        assert saver.resume("must").step == STEPS
+        compare(model, optimizer, expected, expected_optimizer)
+        session = saver.invite("replay")
+        with Writer(tmp_path / "run", "replay", session=session) as writer:
+            state = writer.resume().state
+    assert state["cursor"] == replay_state()["cursor"]
+    assert torch.equal(state["rewards"], replay_state()["rewards"])
+
+
+@pytest.mark.parametrize(("version", "name"), cases(RANKED))
 def test_runs(tmp_path, version, name):
     """The run of two ranks goes on in one process, as one that did the same without a stop."""
     shutil.copytree(GOLDEN / version / name, tmp_path / "run")
@@ -78,6 +157,13 @@ def test_runs(tmp_path, version, name):
         saver.step(step=STEPS + 1)
         saver.save_state()
     assert verify(tmp_path / "run" / "checkpoint-3").problems == ()
+
+
+def same_weights(model, expected):
+    stored, original = model.state_dict(), expected.state_dict()
+    assert stored.keys() == original.keys()
+    for key, value in original.items():
+        assert torch.equal(stored[key], value), key
 
 
 def compare(model, optimizer, expected, other):

@@ -1,13 +1,17 @@
 """Writes the golden checkpoints of the installed version of ft_ckpt, to be read by every later version.
 
-    torchrun --nproc-per-node 1 tests/golden/make_checkpoints.py OUT weights full sharded ...
-    torchrun --nproc-per-node 2 tests/golden/make_checkpoints.py OUT runs ddp fsdp2 zero2 zero3
+    python tests/golden/make_checkpoints.py OUT weights full sharded ...
+    python tests/golden/make_checkpoints.py OUT runs writers deltas signed
+    torchrun --nproc-per-node 2 tests/golden/make_checkpoints.py OUT ranked ddp fsdp2 zero2 zero3
 
-Everything is deterministic, so that `tests/checkpoint/test_goldens.py` makes the same model and run anew and compares.
+Without names, all of them. Everything is deterministic, so that `tests/checkpoint/test_goldens.py` makes the same
+models and runs and compares.
 """
 
 import os
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +19,51 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
-from peft import LoraConfig, get_peft_model
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from peft import LoraConfig, TaskType, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from ft_ckpt import CheckpointSaver
+from ft_ckpt import CheckpointSaver, Writer, publish, sign
 
 STEPS = 2
 BATCH = 4
 
 
+def llama_config(**options: Any) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=2, **options,
+    )  # fmt: skip
+
+
 def llama() -> LlamaForCausalLM:
     """A tied llama whose weights depend on no library's initialisation."""
-    config = LlamaConfig(
-        vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=2,
-    )  # fmt: skip
-    return fill(LlamaForCausalLM(config))
+    return fill(LlamaForCausalLM(llama_config()))
 
 
 def lora() -> nn.Module:
     """The same model with an adapter that changes what it computes."""
     return fill(get_peft_model(llama(), LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], use_rslora=True)))
+
+
+def classifier() -> nn.Module:
+    """LoRA on a classifier of three labels: the trained head is stored with the adapter."""
+    base = LlamaForSequenceClassification(llama_config(num_labels=3))
+    config = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], task_type=TaskType.SEQ_CLS)
+    return fill(get_peft_model(base, config))
+
+
+class PolicyAndValue(nn.Module):
+    """A composite as PPO trains it: a language model and a value head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = llama()
+        self.value_head = nn.Linear(16, 1)
+        fill(self)
 
 
 def fill(model: Any) -> Any:
@@ -89,13 +115,14 @@ WEIGHTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gzip": (llama, {"format": "h5", "compression": "gzip"}),
     "lora": (lora, {"adapter_only": True}),
     "module": (Network, {}),
+    "classifier": (classifier, {"adapter_only": True}),
+    "composite": (PolicyAndValue, {"attribute": ["policy", "value_head"]}),
 }
 
 
 def save_weights(out: Path, name: str) -> None:
     build, options = WEIGHTS[name]
-    calls = {key: options.pop(key) for key in ("adapter_only",) if key in options}
-    CheckpointSaver(Accelerator(cpu=True), out, **options).save(build(), out / name, step=STEPS, **calls)
+    CheckpointSaver(Accelerator(cpu=True), out).save(build(), out / name, step=STEPS, **options)
 
 
 def save_run(out: Path, name: str) -> None:
@@ -127,10 +154,72 @@ def save_run(out: Path, name: str) -> None:
     saver.close()
 
 
+def replay_state() -> dict[str, Any]:
+    """What the writer of the run `writers` hands in."""
+    return {"cursor": 7, "rewards": torch.arange(6.0).view(2, 3)}
+
+
+def save_writers(out: Path) -> None:
+    """A run whose one checkpoint has the parts of its trainer and of a replay buffer."""
+    model = Network()
+    optimizer = optimizer_of(model)
+    with CheckpointSaver(None, out / "writers") as saver:
+        saver.register(model=model, optimizer=optimizer)
+        session = saver.invite("replay")
+        with Writer(out / "writers", "replay", session=session) as writer:
+            writer.provide(replay_state)
+            for step, batch in enumerate(batches()[:STEPS], 1):
+                train(model, optimizer, [batch])
+                saver.step(step=step)
+            saver.save_state()
+
+
+def changed_llama(step: int) -> LlamaForCausalLM:
+    """The llama as it is at a step of the run behind `deltas`: single elements differ from the step before."""
+    model = llama()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.view(-1)[:step] += 0.5
+    return model
+
+
+def save_deltas(out: Path) -> None:
+    """A chain of an anchor and a delta."""
+    for step in range(1, STEPS + 1):
+        checkpoint = out / "deltas-run" / f"checkpoint-{step}"
+        CheckpointSaver(None, out).save(changed_llama(step), checkpoint, step=step)
+        publish(checkpoint, str(out / "deltas"), delta=True)
+    shutil.rmtree(out / "deltas-run")
+
+
+def save_signed(out: Path) -> None:
+    """A signed checkpoint with its public key beside it; the private key is thrown away."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    private_pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    public_pem = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    checkpoint = out / "signed" / "checkpoint-2"
+    CheckpointSaver(None, out, digest="sha256").save(llama(), checkpoint, step=STEPS)
+    private = out / "private.pem"
+    private.write_bytes(private_pem)
+    sign(checkpoint, private)
+    private.unlink()
+    (out / "signed" / "public.pem").write_bytes(public_pem)
+
+
+RANKED = ["ddp", "fsdp2", "zero2", "zero3"]
+SINGLE: dict[str, Callable[[Path], None]] = {"writers": save_writers, "deltas": save_deltas, "signed": save_signed}
+
+
 def main() -> None:
     out, kind, *names = Path(sys.argv[1]), sys.argv[2], *sys.argv[3:]
-    for name in names:
-        (save_weights if kind == "weights" else save_run)(out, name)
+    all_names = {"weights": [*WEIGHTS], "runs": [*SINGLE], "ranked": RANKED}
+    for name in names or all_names[kind]:
+        if kind == "weights":
+            save_weights(out, name)
+        elif kind == "runs":
+            SINGLE[name](out)
+        else:
+            save_run(out, name)
     if dist.is_initialized():
         dist.destroy_process_group()
 
