@@ -22,7 +22,7 @@ from make_checkpoints import (
     PolicyAndValue,
     batches,
     changed_llama,
-    classifier,
+    classifier_base,
     fill,
     llama,
     lora,
@@ -35,7 +35,7 @@ GOLDEN = TESTS / "golden" / "checkpoints"
 VERSIONS = sorted(path.name for path in GOLDEN.iterdir())
 OBJECTS = {
     "lora": lambda: {"base": lora().unload()},
-    "classifier": lambda: {"base": classifier().unload()},
+    "classifier": lambda: {"base": classifier_base()},
     "module": lambda: {"into": empty(Network())},
 }
 ONE_MODEL = [name for name in WEIGHTS if name != "composite"]

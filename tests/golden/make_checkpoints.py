@@ -49,11 +49,20 @@ def lora() -> nn.Module:
     return fill(get_peft_model(llama(), LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], use_rslora=True)))
 
 
+def classifier_base() -> nn.Module:
+    return fill(LlamaForSequenceClassification(llama_config(num_labels=3)))
+
+
 def classifier() -> nn.Module:
     """LoRA on a classifier of three labels: the trained head is stored with the adapter."""
-    base = LlamaForSequenceClassification(llama_config(num_labels=3))
     config = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], task_type=TaskType.SEQ_CLS)
-    return fill(get_peft_model(base, config))
+    model = get_peft_model(classifier_base(), config)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with torch.no_grad():
+        for number, parameter in enumerate(trained):
+            values = torch.arange(parameter.numel(), dtype=torch.float32) * (number + 5) % 13
+            parameter.copy_((values / 32 - 0.125).view(parameter.shape))
+    return model
 
 
 class PolicyAndValue(nn.Module):
