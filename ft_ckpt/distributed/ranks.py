@@ -412,18 +412,6 @@ def ranks_in_order(group: Any) -> Sequence[int]:
     return _in_order[key]
 
 
-def column_groups(column: Sequence[int], row: Sequence[int]) -> dict[int, tuple[int, ...]] | None:
-    """The columns of a grid of ranks, by rank of this rank's `row`; all are this rank's `column`, shifted.
-
-    None if these columns do not contain every rank once.
-    """
-    import torch.distributed as dist
-
-    found = {first: tuple(rank + first - global_rank() for rank in column) for first in row}
-    covered = sorted(rank for group in found.values() for rank in group)
-    return found if covered == [*range(dist.get_world_size() if dist.is_initialized() else 1)] else None
-
-
 def is_subset_of_ranks(count: int) -> bool:
     """Whether `count` is less than the number of ranks: then the other ranks hold replicas."""
     import torch.distributed as dist

@@ -39,18 +39,17 @@ def runs_over_grid(
     grid: tuple[int, ...],
     ranks: Sequence[int],
     cuts: Iterable[tuple[int, int]],
-    sizes: tuple[int, ...] = (),
 ) -> tuple[Runs, ...]:
     """The runs of a tensor of the shape `view`, which is not empty; () if there are more than MOST_RUNS.
 
-    `cuts` are pairs (dimension of the view, dimension of the grid), applied in order, as torch.chunk or in parts of
-    `sizes`. `ranks` fill the grid, its last dimension fastest; of replicas the first is taken.
+    `cuts` are pairs (dimension of the view, dimension of the grid), applied in order, as torch.chunk does. `ranks` fill
+    the grid, its last dimension fastest; of replicas the first is taken.
     """
     stretches = [[_Stretch(0, size)] for size in view]
     for dim, number in cuts:
         if len(stretches[dim]) * grid[number] > MOST_RUNS:
             return ()
-        stretches[dim] = [part for whole in stretches[dim] for part in _cut_stretch(whole, number, grid[number], sizes)]
+        stretches[dim] = [part for whole in stretches[dim] for part in _cut_stretch(whole, number, grid[number])]
     last = max((dim for dim, parts in enumerate(stretches) if len(parts) > 1), default=0)
     if prod(view[:last]) * len(stretches[last] if view else ()) > MOST_RUNS:
         return ()
@@ -63,10 +62,10 @@ def runs_over_grid(
     return tuple(_joined_runs(found))
 
 
-def _cut_stretch(stretch: _Stretch, number: int, count: int, sizes: tuple[int, ...]) -> Iterator[_Stretch]:
+def _cut_stretch(stretch: _Stretch, number: int, count: int) -> Iterator[_Stretch]:
     low, step = 0, -(-stretch.size // count)
     for index in range(count):
-        size = sizes[index] if sizes else min(step, stretch.size - low)
+        size = min(step, stretch.size - low)
         if size > 0:
             yield _Stretch(stretch.low + low, size, (*stretch.places, (number, index)))
         low += max(size, 0)
@@ -217,7 +216,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class MeshSharding:
-    """A tensor cut over dimensions of a mesh, as torch.chunk or in parts of given sizes; other dimensions replicate it.
+    """A tensor cut over dimensions of a mesh, as torch.chunk does; other dimensions replicate it.
 
     A mesh without rank 0 holds a replica of another mesh's elements, and contributes nothing.
     """
@@ -227,7 +226,6 @@ class MeshSharding:
     cuts: tuple[int | None, ...]  # for each dimension of the mesh, the dimension of the view that it cuts
     is_replicated: bool = False
     order: tuple[int, ...] = ()  # in which the mesh's dimensions cut, each the parts of the last; (): 0, 1, ...
-    sizes: tuple[int, ...] = ()  # of the parts, over a mesh of one dimension; (): as torch.chunk
     is_sharded = True
     is_opaque = False
 
@@ -254,10 +252,10 @@ class MeshSharding:
         dim, parts, reach = cut[0] if cut else (0, 1, 1)
         rows = self.view[0] if self.view else 1
         step = -(-rows // parts)
-        if len(cut) > 1 or dim or self.sizes or -(-rows // step) > reach:
+        if len(cut) > 1 or dim or -(-rows // step) > reach:
             numbers = self.order or range(len(self.cuts))
             cuts = [(cut_dim, number) for number in numbers if (cut_dim := self.cuts[number]) is not None]
-            return runs_over_grid(self.view, self.mesh.shape, self.mesh.ranks, cuts, self.sizes)
+            return runs_over_grid(self.view, self.mesh.shape, self.mesh.ranks, cuts)
         # rows over consecutive ranks: one run for any number of ranks
         return (Runs(self.mesh.ranks[0], step * (numel // rows), step * (numel // rows), numel),)
 
@@ -268,10 +266,6 @@ class MeshSharding:
         place = self.mesh.places.get(rank)
         if place is None:
             return ()
-        if self.sizes:
-            cut, index = self.cuts[0] or 0, place[0]
-            offsets = tuple(sum(self.sizes[:index]) if dim == cut else 0 for dim in range(len(self.view)))
-            return _nonempty_box(offsets, (*self.view[:cut], self.sizes[index], *self.view[cut + 1 :]))
         cuts = [*zip(self.cuts, place, self.mesh.shape, strict=True)]
         ordered = [cuts[number] for number in self.order] if self.order else cuts
         return _cut_box(self.view, tuple((dim, index, parts) for dim, index, parts in ordered if dim is not None))
@@ -304,7 +298,7 @@ def is_known_to_all(sharding: Sharding, world_size: int) -> bool:
     if isinstance(sharding, MeshSharding):
         return len(sharding.mesh.ranks) == world_size
     if isinstance(sharding, FlatSharding):
-        return sharding.is_only or len(sharding.members) == world_size
+        return len(sharding.members) == world_size
     return True
 
 
@@ -353,7 +347,7 @@ def _cut_box(shape: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]) -> 
 class FlatSharding:
     """A tensor at [first, first + numel) of a flat buffer that is cut into equal shards, one for each of `members`.
 
-    Members without rank 0 hold replicas of other members' shards, and contribute nothing unless `is_only`.
+    Members without rank 0 hold replicas of other members' shards, and contribute nothing.
     """
 
     numel: int
@@ -361,7 +355,6 @@ class FlatSharding:
     shard: int  # elements
     members: Sequence[int]  # global ranks in the order of the shards; a range is searched in constant time
     is_replicated: bool = False
-    is_only: bool = False  # no other ranks hold it
     is_sharded = True
     is_opaque = False
 
@@ -372,16 +365,12 @@ class FlatSharding:
     @property
     def owners(self) -> Sequence[int]:
         """The members whose shards contain elements of it."""
-        if not self.numel or not self._contributes:
+        if not self.numel or 0 not in self.members:
             return ()
         return self.members[self.first // self.shard : (self.first + self.numel - 1) // self.shard + 1]
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
-        return self.local_boxes(rank) if self._contributes else ()
-
-    @property
-    def _contributes(self) -> bool:
-        return self.is_only or 0 in self.members
+        return self.local_boxes(rank) if 0 in self.members else ()
 
     def local_boxes(self, rank: int) -> tuple[Box, ...]:
         if rank not in self.members:
@@ -406,69 +395,6 @@ class FlatSharding:
             start = self.first + box.offsets[0] - self.members.index(rank) * self.shard
             return start, start + box.sizes[0]
         return None
-
-
-@dataclass(frozen=True)
-class PartRunsSharding:
-    """A tensor cut into boxes, each in a flat buffer over its own ranks.
-
-    This is the layout of optimizer state under tensor parallelism with ZeRO, which cuts each part again over the ranks
-    that hold it.
-    """
-
-    view: tuple[int, ...]
-    parts: tuple[tuple[Box, FlatSharding], ...]
-    is_replicated = is_opaque = False
-    is_sharded = True
-    runs = ()  # its pieces of rows are gathered
-
-    @cached_property
-    def owners(self) -> tuple[int, ...]:
-        return tuple(sorted(rank for _, cut in self.parts for rank in cut.owners))
-
-    def boxes(self, rank: int) -> tuple[Box, ...]:
-        return self.local_boxes(rank)
-
-    def local_boxes(self, rank: int) -> tuple[Box, ...]:
-        """The run of elements of `rank` in its part, as boxes in memory order."""
-        for part, cut in self.parts:
-            for run in cut.local_boxes(rank):
-                return _placed_boxes(part, run.offsets[0], run.offsets[0] + run.sizes[0])
-        return ()
-
-    def range_in_shard(self, rank: int) -> tuple[int, int] | None:
-        """The range [start, stop) of the elements in the shard of `rank`, or None."""
-        return next((cut.range_in_shard(rank) for _, cut in self.parts if rank in cut.members), None)
-
-
-@lru_cache(maxsize=1 << 14)  # a model has few shapes, and repeats its layers
-def _placed_boxes(part: Box, start: int, stop: int) -> tuple[Box, ...]:
-    """The elements [start, stop) of a flattened part, as boxes of the whole tensor."""
-    return tuple(
-        Box(tuple(low + at for low, at in zip(part.offsets, box.offsets, strict=True)), box.sizes)
-        for box in boxes_of_run(part.sizes, start, stop)
-    )
-
-
-def boxes_of_run(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The elements [start, stop) of a flattened array of `sizes` (at least one dimension) as few boxes, in order."""
-    inner = math.prod(sizes[1:])
-    head = min(stop, start + -start % inner)
-    rows = (stop - head) // inner
-    tail = head + rows * inner
-    yield from _boxes_in_row(sizes, start, head)
-    if rows:
-        yield Box((head // inner, *(0 for _ in sizes[1:])), (rows, *sizes[1:]))
-    yield from _boxes_in_row(sizes, tail, stop)
-
-
-def _boxes_in_row(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The elements [start, stop), a part of one row."""
-    row = start // math.prod(sizes[1:])
-    if start < stop:
-        first = row * math.prod(sizes[1:])
-        for box in boxes_of_run(sizes[1:], start - first, stop - first):
-            yield Box((row, *box.offsets), (1, *box.sizes))
 
 
 def _are_consecutive(members: Sequence[int]) -> bool:

@@ -34,7 +34,7 @@ class Source:
     dtype: torch.dtype
     trainable: bool
     is_parameter: bool
-    engine: str  # "plain", "fsdp1", "fsdp2", "zero3", "tensor parallel", "experts", "zero"
+    engine: str  # "plain", "fsdp1", "fsdp2", "zero3", "parts", "zero"
     sharding: Sharding
     is_added: bool = False  # in the state dict, but neither parameter nor buffer
     live: Any = None  # the parameter, the buffer or an engine's stand-in; the reference keeps `key`, its id, valid

@@ -16,7 +16,6 @@ from ft_ckpt.distributed.module_state import AddedValue
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import OwnedSharding
 from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.tensor_parallel import number_experts
 from ft_ckpt.distributed.wrapper import TensorLayout
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
 
@@ -84,7 +83,6 @@ class ModelTensors:
         found = _laid_out([place for place in self._places if place[0] not in unmade] if unmade else self._places)
         if self._broadcast:
             found = {n: of_rank_0(source) if source.key in self._broadcast else source for n, source in found.items()}
-        found = number_experts(found, wrappers.walk_modules(self.chain[-1]))
         with suppress(SelectionError) if allow_meta else nullcontext():
             added = {name: entry for name, entry in self._added_to(found).items() if isinstance(entry.value, Tensor)}
             sources = _laid_out([(name, entry.raw, entry.value) for name, entry in added.items()])

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ft_ckpt.distributed.engine_parts import EngineParts
 from ft_ckpt.distributed.fsdp import FSDP1Wrapper, FSDP2Wrapper, PendingGradient
 from ft_ckpt.distributed.sharding import Sharding
-from ft_ckpt.distributed.tensor_parallel import AutoTPTensors, SpreadExperts
 from ft_ckpt.distributed.wrapper import (
     CheckpointedActivations,
     CompiledWrapper,
@@ -27,10 +27,9 @@ from ft_ckpt.distributed.zero import DeepSpeedWrapper
 WRAPPERS: list[Wrapper] = [
     FSDP2Wrapper(),  # first, because its check is the fastest
     FSDP1Wrapper(),
-    AutoTPTensors(),  # before ZeRO, whose stage 3 treats such a part as the whole
+    EngineParts(),  # before ZeRO, whose stage 3 treats such a part as the whole
     DeepSpeedWrapper(),
     StandInTensors(),
-    SpreadExperts(),
     PlainTensors(),  # describes every tensor
     DataParallelWrapper(),
     CompiledWrapper(),

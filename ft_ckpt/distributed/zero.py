@@ -1,26 +1,24 @@
 """DeepSpeed's ZeRO: the parameters that stage 3 partitions, and the flat partitions that its optimizers train.
 
-Every rank computes the layouts of all ranks from sizes and orders, without communication. `tensor_parallel` also reads
-DeepSpeed's fields of parameters, and `training.zero_optimizer` those of optimizers.
+Every rank computes the layouts of all ranks from sizes and orders, without communication. `training.zero_optimizer`
+also reads DeepSpeed's fields of optimizers.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any
 
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.ranks import column_groups, global_rank, is_subset_of_ranks, ranks_in_order
-from ft_ckpt.distributed.sharding import FlatSharding, MeshSharding, OwnedSharding, PartRunsSharding, Sharding
+from ft_ckpt.distributed.ranks import global_rank, is_subset_of_ranks, ranks_in_order
+from ft_ckpt.distributed.sharding import FlatSharding, OwnedSharding, Sharding
 from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.tensor_parallel import holders_of_expert
 from ft_ckpt.distributed.wrapper import TensorLayout, Wrapper, layout_like
 from ft_ckpt.errors import SelectionError, listing
 
-_Owners = Mapping[int, Sequence[Source]]  # by the id of this rank's parameter, stand-ins for other experts included
-_Cut = FlatSharding | PartRunsSharding
+_Owners = Mapping[int, Sequence[Source]]  # by the id of this rank's parameter
 _KNOWN = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
 _FIELDS = (  # (groups of weights, masters); the first pair that an optimizer has
     ("fp16_groups", "fp32_partitioned_groups_flat"),
@@ -81,7 +79,7 @@ class Slot:
     """One parameter in a partition, and its position in any buffer that is cut like the partition."""
 
     owner: Source  # of the weight
-    sharding: _Cut
+    sharding: FlatSharding
     start: int  # of this rank's shard in the partition
 
     def local_run(self, buffer: Tensor) -> Tensor | None:
@@ -106,9 +104,6 @@ def zero_partitions(optimizer: Any, owners: _Owners) -> list[Partition]:
     SelectionError for parameters of unknown models, and for settings under which state cannot be stored by name.
     """
     problems = _refused_settings(optimizer)
-    is_described = any(isinstance(source.sharding, MeshSharding) for source in chain.from_iterable(owners.values()))
-    if _is_model_parallel(optimizer) and not is_described:
-        problems.append("model parallelism that says of no parameter how it is cut")
     if problems:
         raise SelectionError(
             f"{type(optimizer).__name__}: {listing(problems)}: its state cannot be kept by name; change these "
@@ -142,104 +137,21 @@ def _stage_3(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
 
 
 def _stages_1_2(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
-    """A group's parameters are concatenated, perhaps aligned; a partition is an equal shard of the result.
-
-    Other ranks may hold other experts or parts, in their own partitions.
-    """
+    """A group's parameters are concatenated, perhaps aligned; a partition is an equal shard of the result."""
     mixed = hasattr(optimizer, "bf16_groups")  # stage 1 in bfloat16 with float32 gradients has its own class
     masters = optimizer.fp32_groups_flat_partition if mixed else optimizer.single_partition_of_fp32_groups
     for number, master in enumerate(masters):
         laid = optimizer.bf16_groups[number] if mixed else optimizer.round_robin_bit16_groups[number]
-        trained = _partitioned_sources(owners, laid if mixed else optimizer.bit16_groups[number])
+        trained = laid if mixed else optimizer.bit16_groups[number]
         ends = [0, *accumulate(parameter.numel() for parameter in laid)]
         starts = getattr(optimizer, "round_robin_bit16_offsets", {number: ends})[number]
-        own = _FlatLayout(tuple(starts[: len(laid)]), master.numel())
+        position = {id(parameter): at for at, parameter in enumerate(laid)}
         members = ranks_in_order(optimizer.real_dp_process_group[number])
-        of_experts = _is_of_experts(optimizer.optimizer.param_groups[number])
-        sources = [owners[id(parameter)][0] for parameter in laid]
-        layouts = {global_rank(): own} if of_experts else _layouts_of_parts(optimizer, sources, own, len(members))
-        order = {id(parameter): at for at, parameter in enumerate(laid)}
-        cuts = (_cut_of(source, order[id(parameter)], members, layouts, of_experts) for parameter, source in trained)
-        places = tuple(Slot(source, cut, 0) for (_, source), cut in zip(trained, cuts, strict=True))
-        yield Partition(master, number, places)
-
-
-class _FlatLayout(NamedTuple):
-    """The layout of a flat buffer of concatenated tensors, in elements."""
-
-    starts: tuple[int, ...]  # of the tensors
-    shard: int  # size of the equal shards
-
-
-def _cut_of(
-    source: Source, at: int, members: Sequence[int], layouts: Mapping[int, _FlatLayout], of_experts: bool
-) -> _Cut:
-    """The layout of a tensor, at position `at` of its group, in the flat buffers of the ranks that train it.
-
-    `members`: the ranks that share this rank's tensors and shard them; `layouts`: those of the buffers of this rank and
-    of the ranks with other parts of the same tensors.
-    """
-    layout = layouts[global_rank()]
-    if of_experts:
-        holder, row = holders_of_expert(source.live)
-        groups = _groups_of(source, members, row)
-        return FlatSharding(source.numel, layout.starts[at], layout.shard, groups[holder], is_only=True)
-    if not isinstance(source.sharding, MeshSharding):
-        return _flat_sharding(source.numel, layout.starts[at], layout.shard, members)
-    parts = []
-    for rank, column in _groups_of(source, members, source.sharding.mesh.ranks).items():
-        layout = layouts[rank]
-        for box in source.sharding.local_boxes(rank):
-            numel = math.prod(box.sizes)
-            parts.append((box, FlatSharding(numel, layout.starts[at], layout.shard, column, is_only=True)))
-    return PartRunsSharding(source.sharding.view, tuple(parts))
-
-
-def _layouts_of_parts(optimizer: Any, laid: Sequence[Source], own: _FlatLayout, members: int) -> dict[int, _FlatLayout]:
-    """The layouts of the buffers of this rank and of the ranks with other parts of the same tensors, by rank.
-
-    They are computed as DeepSpeed does. Raises SelectionError if the result for this rank is not its `own` layout.
-    """
-    cut = {source.sharding.mesh.ranks for source in laid if isinstance(source.sharding, MeshSharding)}
-    if not cut:
-        return {global_rank(): own}
-    found = {rank: _laid_out(optimizer, laid, rank, members) for rank in sorted(set().union(*cut))}
-    if len(cut) > 1 or found.get(global_rank()) != own:
-        raise SelectionError(
-            f"{laid[0].name} and {len(laid) - 1} more: cut by tensor parallelism, in a flat buffer with another layout "
-            "than ZeRO's; their state cannot be kept by name, save without it"
-        )
-    return found
-
-
-def _laid_out(optimizer: Any, laid: Sequence[Source], rank: int, members: int) -> _FlatLayout:
-    """The layout of the flat buffer of `rank`, which is cut into shards for `members` ranks."""
-    size = 16 // math.gcd(16, laid[0].dtype.itemsize) if getattr(optimizer, "parameter_alignment", False) else 1
-    starts, end = [], 0
-    for source in laid:
-        starts.append(end + -end % size)
-        boxes = source.sharding.local_boxes(rank) if isinstance(source.sharding, MeshSharding) else None
-        end = starts[-1] + (source.numel if boxes is None else sum(math.prod(box.sizes) for box in boxes))
-    unit = optimizer.nccl_start_alignment_factor
-    return _FlatLayout(tuple(starts), -(-end // (unit * members)) * unit)
-
-
-def _groups_of(source: Source, members: Sequence[int], row: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    found = column_groups(members, row)
-    if found is None:
-        raise SelectionError(
-            f"{source.name}: groups of ranks that form no grid, {list(members)} and {list(row)} here; its state cannot "
-            "be kept by name: save without the optimizer's state"
-        )
-    return found
-
-
-def _is_model_parallel(optimizer: Any) -> bool:
-    return int(getattr(optimizer, "model_parallel_world_size", 1)) > 1
-
-
-def _is_of_experts(group: Mapping[str, Any]) -> bool:
-    return bool(group.get("moe"))
+        places = []
+        for parameter, source in _partitioned_sources(owners, trained):
+            first = starts[position[id(parameter)]]
+            places.append(Slot(source, _flat_sharding(source.numel, first, master.numel(), members), 0))
+        yield Partition(master, number, tuple(places))
 
 
 def _refused_settings(optimizer: Any) -> list[str]:
@@ -251,14 +163,14 @@ def _refused_settings(optimizer: Any) -> list[str]:
         "weights on NVMe": getattr(optimizer, "params_in_nvme_and_cpu", False),
         "state offloaded in part (ratio)": getattr(optimizer, "backup_optimizer", None) is not None,
         "states moved away (reload_states() first)": bool(getattr(optimizer, "offloaded_states", ())),
-        "experts spread over ranks": hasattr(optimizer, "fp16_groups") and any(map(_is_of_experts, groups)),
-        "model parallelism": hasattr(optimizer, "fp16_groups") and _is_model_parallel(optimizer),
+        "experts spread over ranks": any(group.get("moe") for group in groups),
+        "model parallelism": int(getattr(optimizer, "model_parallel_world_size", 1)) > 1,
     }
     return [fact for fact, true in facts.items() if true]
 
 
 def _partitioned_sources(owners: _Owners, parameters: list[Any]) -> list[tuple[Any, Source]]:
-    """(parameter, source) for each parameter, and for the corresponding stand-ins of other ranks' experts."""
+    """(parameter, source) for each parameter."""
     unknown = [i for i, parameter in enumerate(parameters) if id(parameter) not in owners]
     if unknown:
         raise SelectionError(f"parameters {unknown} of a group: of no known model; give their model, too")

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ft_ckpt.distributed.sharding import OwnedSharding, Sharding
 from ft_ckpt.distributed.source import Source, held_source
-from ft_ckpt.distributed.tensor_parallel import stands_for_another
 from ft_ckpt.distributed.tensors import source_of_tensor
 from ft_ckpt.distributed.wrappers import is_distributed, optimizer_parameter, shows_runs, state_run
 from ft_ckpt.errors import LoadError, SelectionError, listing
@@ -40,7 +39,6 @@ from ft_ckpt.training.optimizer_values import (
 
 Description = dict[str, Any]  # {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}
 
-_EXPERTS = ("moe", "name")  # settings by which DeepSpeed finds the ranks of an expert group in this run
 _BESIDE = "state under keys that are not parameters"
 GroupValues = tuple[dict[str, Any], Mapping[str, Any]]  # a live group, and the values described for it
 
@@ -118,12 +116,10 @@ def _kind_of_setting(value: Any) -> str:
 
 
 def set_groups(groups: Iterable[GroupValues]) -> None:
-    """Set the described values of each group, except those that identify the ranks of its experts."""
+    """Set the described values of each group."""
     for group, values in groups:
-        kept = _EXPERTS if group.get("moe") else ()
         for key, value in values.items():
-            if key not in kept:
-                set_setting(group, key, value)
+            set_setting(group, key, value)
 
 
 def _group_differences(
@@ -163,7 +159,7 @@ def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
     for parameter in _stateful_parameters(optimizer):
         if id(parameter) not in owners:
             problems.append(f"state of a tensor of shape {list(parameter.shape)}: of no known model")
-        sources = [source for source in owners.get(id(parameter), []) if not stands_for_another(source.live)]
+        sources = owners.get(id(parameter), [])
         for source in sources:
             state[source.name] = {}
         for key, value in optimizer.state[parameter].items():
@@ -293,8 +289,6 @@ def restore(
     groups, notes = match_groups(optimizer.param_groups, names_of(optimizer, found), description, found)
     fresh: dict[Any, dict[str, Any]] = {}
     for name, entries in description["state"].items():
-        if stands_for_another(found[name].live):
-            continue
         parameter = parameter_of(found[name])
         state = fresh.setdefault(parameter, {})
         for key, entry in entries.items():
@@ -338,10 +332,7 @@ def trained_identities(optimizer: Any, found: Mapping[str, Source]) -> frozenset
 
 
 def sources_by_parameter(found: Mapping[str, Source]) -> dict[int, list[Source]]:
-    """The sources in each parameter object, by its id: one, or several for an FSDP1 flat parameter.
-
-    An expert's parameter also has the sources of the experts that other ranks hold in its place.
-    """
+    """The sources in each parameter object, by its id: one, or several for an FSDP1 flat parameter."""
     owners: dict[int, list[Source]] = {}
     seen: set[int] = set()
     for source in found.values():
@@ -428,7 +419,6 @@ def _entry_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
     if is_distributed(value):
         return replace(source_of_tensor(name, owner.raw_name, value), dtype=dtype, trainable=False)
     is_run, shape = shows_runs(owner.live), tuple(entry["shape"])
-    value = None if stands_for_another(owner.live) else value
     sharding: Sharding
     if is_run and _has_shape_of(entry, owner):
         engine, (sharding, local) = owner.engine, state_run(owner.live, value)

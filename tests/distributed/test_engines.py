@@ -94,16 +94,15 @@ def test_parts_that_only_their_engine_knows_of_are_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(
-        IncompleteError, match=r"^weight: this rank's part of a larger parameter: marked .* says no more"
+        IncompleteError, match=r"^weight: this rank's part of a larger parameter, cut by DeepSpeed's AutoTP or Megatron"
     ):
         ModelTensors(model).sources()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
-def test_parts_that_auto_tp_describes(tmp_path):
-    """As DeepSpeed's own gather puts them together, or refused."""
-    told = {"DS_ACCELERATOR": "cpu"}
-    assert run_cases("engines", ["layers_of_auto_tp"], tmp_path, env=told)["layers_of_auto_tp"] == ""
+def test_parts_that_deepspeed_marks(tmp_path):
+    environment = {"DS_ACCELERATOR": "cpu"}
+    assert run_cases("engines", ["parts_of_deepspeed"], tmp_path, env=environment)["parts_of_deepspeed"] == ""
 
 
 def test_given_state_dict_must_be_the_model_s():

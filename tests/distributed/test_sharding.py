@@ -15,16 +15,13 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from ft_ckpt.distributed.sharding import (
     MOST_RUNS,
-    Box,
     FlatSharding,
     Mesh,
     MeshSharding,
     OpaqueSharding,
     OwnedSharding,
-    PartRunsSharding,
     ReplicatedSharding,
 )
-from ft_ckpt.distributed.source import box_memories
 from ft_ckpt.storage.digests import Cut, chunk_of_rank, cut_chunks
 
 shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
@@ -50,36 +47,16 @@ def flat_shardings(draw):
 
 @st.composite
 def strided_shardings(draw):
-    """One dimension cut twice, in either order, or once in parts of any sizes."""
-    view, ranks = (
-        draw(st.tuples(st.integers(1, 3), st.integers(1, 12), st.integers(1, 3))),
-        draw(st.permutations(range(6))),
-    )
-    dim, order = draw(st.integers(0, 2)), draw(st.sampled_from([(), (1, 0)]))
-    if draw(st.booleans()):
-        return MeshSharding(view, Mesh((2, 3), tuple(ranks)), (dim, dim), order=order)
-    marks = sorted(draw(st.lists(st.integers(0, view[dim]), min_size=5, max_size=5)))
-    sizes = np.diff([0, *marks, view[dim]]).tolist()
-    return MeshSharding(view, Mesh((6,), tuple(ranks)), (dim,), sizes=tuple(sizes))
-
-
-@st.composite
-def part_run_shardings(draw):
-    """Equal parts along one dimension, each flattened and cut over every so manieth rank."""
-    view, dim, parts = draw(st.tuples(*[st.integers(1, 4)] * 3)), draw(st.integers(0, 2)), draw(st.integers(1, 3))
-    sizes = view
-    view = (*view[:dim], parts * view[dim], *view[dim + 1 :])
-    boxes = [Box(tuple(at * sizes[dim] if d == dim else 0 for d in range(3)), sizes) for at in range(parts)]
-    numel, first, shard = math.prod(sizes), draw(st.integers(0, 5)), draw(st.integers(1, 40))
-    count = -(-(first + numel) // shard)
-    groups = [range(at, at + count * parts, parts) for at in range(parts)]
-    flat = [FlatSharding(numel, first, shard, group, is_only=True) for group in groups]
-    return PartRunsSharding(view, tuple(zip(boxes, flat, strict=True)))
+    """One dimension cut twice, in either order."""
+    view = draw(st.tuples(st.integers(1, 3), st.integers(1, 12), st.integers(1, 3)))
+    ranks = draw(st.permutations(range(6)))
+    dim = draw(st.integers(0, 2))
+    order = draw(st.sampled_from([(), (1, 0)]))
+    return MeshSharding(view, Mesh((2, 3), tuple(ranks)), (dim, dim), order=order)
 
 
 layouts = (
     mesh_shardings()
-    | part_run_shardings()
     | strided_shardings()
     | flat_shardings()
     | shapes.map(ReplicatedSharding)
@@ -101,21 +78,6 @@ def test_each_element_is_in_the_box_of_one_owner(sharding):
 
 def slices_of(box):
     return tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(part_run_shardings())
-def test_boxes_of_a_run_are_its_elements_in_their_order(sharding):
-    whole = torch.arange(math.prod(sharding.view)).view(sharding.view)
-    for part, cut in sharding.parts:
-        flat = torch.cat([torch.full((cut.first,), -1), whole[slices_of(part)].reshape(-1)])
-        for number, rank in enumerate(cut.members):
-            shard = flat[number * cut.shard : (number + 1) * cut.shard]
-            memories = box_memories(sharding.local_boxes(rank), shard[shard >= 0])
-            assert all(torch.equal(whole[slices_of(box)].reshape(-1), memory.reshape(-1)) for box, memory in memories)
-            assert sum(memory.numel() for _, memory in memories) == int((shard >= 0).sum())
-            span = sharding.range_in_shard(rank)
-            assert torch.equal(shard[shard >= 0], shard[slice(*span)] if span else shard[:0])
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -170,7 +132,7 @@ def test_runs_are_the_boxes(sharding):
         return
     changes = 1 + int((expected[1:] != expected[:-1]).sum())
     is_nobodys = not expected.size or int(expected.min()) < 0 or isinstance(sharding, ReplicatedSharding)
-    assert is_nobodys or changes > MOST_RUNS or isinstance(sharding, FlatSharding | PartRunsSharding)
+    assert is_nobodys or changes > MOST_RUNS or isinstance(sharding, FlatSharding)
 
 
 @settings(max_examples=examples(200), deadline=None)

@@ -119,9 +119,7 @@ GROUPS = {
             **dict.fromkeys(("mesh_experts_fsdp", "mesh_experts_hybrid", "mesh_experts_tensor"), ("experts",)),
         },
     ),
-    "zero12": Group(
-        2, {"zero1": WRAPPED, "zero2": EVERYTHING, "auto_tp": ("full", "untouched")}, {"DS_ACCELERATOR": "cpu"}
-    ),
+    "zero12": Group(2, {"zero1": WRAPPED, "zero2": EVERYTHING}, {"DS_ACCELERATOR": "cpu"}),
     "zero3": Group(2, {"zero3": (*EVERYTHING, *MERGED, *BYTES, *EVAL, *FORMATS)}, {"DS_ACCELERATOR": "cpu"}),
 }
 

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from wrappers import gathered_by_layer
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed.gather import are_equal, gather_tensors, stream_chunks
@@ -183,44 +182,28 @@ def tied_copies() -> None:
         assert not told or str(told[0].message).startswith("0.weight, 1.weight: tied")
 
 
-def cut_by_auto_tp() -> nn.ModuleDict:
-    """AutoTP layers of all kinds, two of which are sharded in an undescribed way."""
+def parts_of_deepspeed() -> None:
+    """Layers that AutoTP has cut, and experts that its MoE has spread, are refused by name; whole ones are saved."""
     import deepspeed
     from deepspeed.module_inject import layers
     from deepspeed.module_inject.tp_shard import AutoTPMeta
+    from deepspeed.moe.layer import MoE
 
     deepspeed.init_distributed("gloo")
     layers.set_autotp_mode(training=True)
-    told: dict[str, Any] = {"mp_group": dist.group.WORLD, "tp_meta": AutoTPMeta(num_kv_heads=3)}
-    torch.manual_seed(0)
-    column, row = layers.SubParamLinearLayer, layers.SubParamLinearAllreduce
-    makers = {
-        "rows": lambda: layers.LinearLayer(nn.Linear(5, 12), name="q_proj", **told),  # 8 and 4: by heads
-        "short": lambda: layers.LinearLayer(nn.Linear(4, 7), name="lm_head", **told),
-        "columns": lambda: layers.LinearAllreduce(nn.Linear(9, 4), name="o_proj", **told),
-        "one": lambda: layers.LinearLayer(nn.Linear(3, 1), name="lm_head", **told),  # nothing on the others
-        "packed": lambda: column(nn.Linear(3, 10), shape=(2, -1), name="mlp.gate_up", **told),
-        "packed_columns": lambda: row(nn.Linear(10, 4), shape=(-1, (5, 5)), name="mlp.down", **told),
-        "other_sizes": lambda: column(nn.Linear(3, 12), shape=((6, 3, 3), -1), name="qkv", **told),
-        "other_axis": lambda: layers.conv_LinearLayer(nn.Linear(6, 6, bias=False), name="c_fc", **told),
-    }
-    return nn.ModuleDict({name: make() for name, make in makers.items()})
-
-
-def layers_of_auto_tp() -> None:
-    """Uneven parts, packed tensors and whole biases equal DeepSpeed's own gather; undescribed shards are named."""
-    model = cut_by_auto_tp()
-    refused = r"other_sizes\.weight.*tensors of other sizes in one.*other_axis\.weight"
+    groups: dict[str, Any] = {"tp_meta": AutoTPMeta(num_kv_heads=2)}
+    cut = layers.LinearLayer(nn.Linear(4, 6), name="q_proj", mp_group=dist.group.WORLD, **groups)
+    model = nn.ModuleDict({"cut": cut, "whole": nn.Linear(4, 2)})
+    with pytest.raises(IncompleteError, match=r"cut\.weight, cut\.bias: this rank's part of a larger parameter"):
+        CheckpointSaver().save(model, "cut")
+    assert not Path("cut").exists()
+    spread = nn.ModuleDict({"moe": MoE(4, nn.Linear(4, 4), num_experts=WORLD, ep_size=WORLD)})
+    refused = r"moe\.deepspeed_moe\.experts\.deepspeed_experts\.0\.weight.*an expert of this rank alone"
     with pytest.raises(IncompleteError, match=refused):
-        ModelTensors(model).sources()
-    del model["other_sizes"], model["other_axis"]
-    sharded = {name for name, one in ModelTensors(model).sources().items() if one.sharding.is_sharded}
-    assert sharded == {name for name in ModelTensors(model).sources() if "columns.bias" not in name}
-    for bucket_bytes in (1 << 20, 1):
-        full = full_state_dict(model, bucket_bytes=bucket_bytes)
-        for name, parameter in model.named_parameters():
-            whole = gathered_by_layer(parameter) if hasattr(parameter, "gather_params") else parameter
-            assert RANK or torch.equal(full[name], whole), name
+        ModelTensors(spread).sources()
+    alike = nn.ModuleDict({"moe": MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=1)})
+    names = ModelTensors(alike).sources()
+    assert {"moe.deepspeed_moe.experts.deepspeed_experts.1.weight"} <= names.keys()
 
 
 WRAPPERS = (plain, ddp, compiled_ddp, fsdp2, fsdp1, fsdp1_flat, hybrid, tensor_parallel, two_dimensions)
@@ -235,7 +218,7 @@ CASES = {
             handed_over,
             gathering_fails,
             tied_copies,
-            layers_of_auto_tp,
+            parts_of_deepspeed,
         )
     },
 }

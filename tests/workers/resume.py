@@ -16,7 +16,6 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from engines import cut_by_auto_tp, full_state_dict
 from safetensors.torch import load_file, save_file
 from wrappers import WRAPPERS, Live, truth
 
@@ -208,28 +207,6 @@ def take(wrapper: str, model: str, folder: Path) -> None:
         train(live, saver, 2, 1)
 
 
-def moments(_wrapper: str, _model: str, folder: Path) -> None:
-    """Momentum of layers that AutoTP has cut, packed and uneven ones too, is whole on disk, and comes back in parts."""
-    layers = cut_by_auto_tp()
-    del layers["other_sizes"], layers["other_axis"]  # refused
-    optimizer = torch.optim.SGD(layers.parameters(), lr=0.0, momentum=0.9)
-    for parameter in layers.parameters():
-        parameter.grad = parameter.detach().clone()  # so momentum is what the parameter is
-    optimizer.step()
-    whole = full_state_dict(layers)
-    saver = CheckpointSaver(None, folder / "run", **TOLD)
-    saver.register(model=layers, optimizer=optimizer)
-    path = saver.save_state(path=folder / "run" / "checkpoint-1").path
-    if harness.RANK == 0:
-        stored = load_file(path / "state" / "training.safetensors")
-        same(whole, {name: stored[f"optimizer/{name}/momentum_buffer"] for name in whole})
-    for parameter in layers.parameters():
-        optimizer.state[parameter]["momentum_buffer"].zero_()
-    assert saver.resume(path).report.problems == ()
-    for name, parameter in layers.named_parameters():
-        assert torch.equal(optimizer.state[parameter]["momentum_buffer"], parameter), name
-
-
 def move(wrapper: str, model: str, folder: Path) -> None:
     """Resume under `wrapper` from a folder that accelerate's save_state wrote under DDP."""
     live = live_model("ddp", model)
@@ -295,7 +272,6 @@ def case(name: str, folder: Path) -> None:
         "seen": seen,
         "leave": leave,
         "take": take,
-        "moments": moments,
         "move": move,
         "into": into,
     }
@@ -303,6 +279,6 @@ def case(name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if not any("/zero" in name or "/auto_tp" in name for name in sys.argv):
+    if not any("/zero" in name for name in sys.argv):
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     harness.run(case)

@@ -87,17 +87,7 @@ def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     if hasattr(tensor, "ds_id"):
         return _gathered(tensor)
-    if hasattr(tensor, "gather_params"):
-        return gathered_by_layer(tensor)
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def gathered_by_layer(tensor: Any) -> torch.Tensor:
-    """Gather the tensor by the AutoTP layer that has sharded it."""
-    part = tensor.data
-    tensor.gather_params([tensor])
-    whole, tensor.data = tensor.data.clone(), part
-    return whole
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -304,24 +294,6 @@ def deepspeed_accelerator(stage: int) -> Callable[[nn.Module], Any]:
     return make
 
 
-def auto_tp(size: int, stage: int = 0) -> Callable[[nn.Module], Live]:
-    """DeepSpeed's engine with the layers cut over `size` ranks."""
-
-    def wrap(model: nn.Module) -> Live:
-        import deepspeed
-
-        config = {
-            "tensor_parallel": {"autotp_size": size},
-            "zero_optimization": {"stage": stage},
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_allow_untested_optimizer": True,
-        }
-        engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
-        return LiveEngine(engine, optimizer)
-
-    return wrap
-
-
 WRAPPERS: dict[str, Callable[[nn.Module], Live]] = {
     "none": direct(),
     "compiled": direct(compiled),
@@ -357,7 +329,4 @@ WRAPPERS: dict[str, Callable[[nn.Module], Live]] = {
     "zero1": accelerated(deepspeed_accelerator(1)),
     "zero2": accelerated(deepspeed_accelerator(2)),
     "zero3": accelerated(deepspeed_accelerator(3)),
-    "auto_tp": auto_tp(2),
-    "auto_tp_zero1": auto_tp(2, 1),
-    "auto_tp_zero2": auto_tp(2, 2),
 }

@@ -407,11 +407,12 @@ def refused(case: str, folder: Path) -> None:
     live.optimizer.optimizer.state[partition]["absmax"] = torch.ones(2)
     with pytest.raises(SelectionError, match=r"embed.weight: absmax: shape \[2\], not cut like the parameters"):
         zero_optimizer.describe(live.optimizer, found)
-    if hasattr(live.optimizer, "fp16_groups"):
-        live.optimizer.optimizer.param_groups[0]["moe"], refusal = True, "experts spread over ranks"
-    else:
-        live.optimizer.model_parallel_world_size, refusal = 2, "model parallelism"
-    with pytest.raises(SelectionError, match=refusal):
+    live.optimizer.model_parallel_world_size = 2
+    with pytest.raises(SelectionError, match="model parallelism"):
+        zero_optimizer.describe(live.optimizer, found)
+    live.optimizer.model_parallel_world_size = 1
+    live.optimizer.optimizer.param_groups[0]["moe"] = True
+    with pytest.raises(SelectionError, match="experts spread over ranks"):
         zero_optimizer.describe(live.optimizer, found)
 
 
