@@ -1,12 +1,11 @@
-"""Replicated tensors that differ between ranks: their names, samples and the elements of one rank."""
+"""Places and samples of the elements that a rank holds of a tensor."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
-from ft_ckpt.distributed.sharding import OwnedSharding, Sharding, unravel_index
+from ft_ckpt.distributed.sharding import Sharding, unravel_index
 from ft_ckpt.distributed.source import Source, box_memories
 
 WEIGHTS = "weights"  # first part of the name of a tensor of the saved model
@@ -16,19 +15,6 @@ def place_of(sharding: Sharding, rank: int) -> str:
     """Offsets and sizes of the part of `rank`, at most one box, in the tensor, as JSON; "" for the whole tensor."""
     parts = [box for box in sharding.local_boxes(rank) if box.sizes != sharding.view]
     return json.dumps([parts[0].offsets, parts[0].sizes]) if parts else ""
-
-
-def own_name(name: str, rank: int) -> str:
-    """The stored name of the values of `rank` for a tensor `name` that differs between ranks."""
-    return f"rank-{rank}/{name}"
-
-
-def own_part(source: Source, rank: int) -> Source:
-    """The elements of the source on `rank`, which is this one, as a separate tensor, to be stored under `own_name`."""
-    if not place_of(source.sharding, rank):
-        return source
-    sizes = source.sharding.local_boxes(rank)[0].sizes
-    return replace(source, shape=sizes, sharding=OwnedSharding(sizes, None))
 
 
 def sample_elements(

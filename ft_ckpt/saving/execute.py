@@ -332,7 +332,7 @@ def _notes_of_save(request: SaveRequest, store: Store) -> list[str]:
     settings = replicas.differing_settings({} if request.captured is None else request.captured.document)
     notes = [*request.notes]
     if settings:
-        notes.append(replicas.difference_note(settings, True))
+        notes.append(replicas.difference_note(settings))
     if request.check is not None:
         with local_folder(Place(store)) as folder:
             notes.append(request.check.compare(folder))

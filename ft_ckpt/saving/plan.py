@@ -385,8 +385,8 @@ def plan_save(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePl
     if captured.state is not None:
         parts.append(state_part(captured.state, parts, own))
     if request.differing:
-        parts = replicas.store_differences(parts, request.differing)
-        captured.document["apart"] = {name: dict(owners) for name, owners in request.differing.items()}
+        parts = replicas.take_first_values(parts, request.differing)
+        captured.document["differing"] = sorted(request.differing)
     for module in {id(part.module): part.module for part in parts if part.kind == "adapter"}.values():
         refuse_merged(module)
     plans = tuple(

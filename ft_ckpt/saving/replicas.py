@@ -2,10 +2,9 @@
 
 A digest covers all bits of a replica. Replicas may differ after LocalSGD, in batch-norm statistics, in parameters that
 a wrapper ignores and in replicated shards. The value of the first rank that holds the tensor is stored, and that rank
-alone writes it; the checkpoint of a run also keeps the values of the other ranks.
+alone writes it.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -14,8 +13,7 @@ import xxhash
 
 from ft_ckpt.distributed.agreement import Values, rank_numbers
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.replicas import WEIGHTS, own_name, place_of
-from ft_ckpt.distributed.sharding import OwnedSharding
+from ft_ckpt.distributed.replicas import WEIGHTS, place_of
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.tensor_digests import digests_of
 from ft_ckpt.distributed.tensors import of_rank_0
@@ -101,9 +99,8 @@ def differing_settings(document: Mapping[str, Any]) -> Differences:
     }
 
 
-def difference_note(differing: Differences, has_state: bool) -> str:
-    way = ", each rank's own beside it" if has_state else ""
-    return f"{describe_differences(differing)}, which is stored{way}"
+def difference_note(differing: Differences) -> str:
+    return f"{describe_differences(differing)}, which is stored"
 
 
 def describe_differences(differing: Differences) -> str:
@@ -116,27 +113,24 @@ def describe_differences(differing: Differences) -> str:
     return f"{listing(lines)}: not as on {'the first rank with the same part' if is_cut else 'rank 0'}"
 
 
-def store_differences(parts: Sequence[Part], differing: Differences) -> list[Part]:
-    """The parts with the first rank's value of tensors that differ, and a note; a training state keeps the others."""
-    sources = {
-        name: source
-        for part in parts
-        for entry in part.entries
-        for name, source in _named_sources(part, entry)
-        if name in differing
-    }
-    keys = frozenset(source.key for source in sources.values())
-    others = [entry for name, source in sources.items() for entry in _entries_of_others(name, source, differing[name])]
-    has_state = any(part.kind == "state" for part in parts)
+def take_first_values(parts: Sequence[Part], differing: Differences) -> list[Part]:
+    """The parts with the first rank's value of tensors that differ, and a note in the first part."""
+    keys = set()
+    for part in parts:
+        for entry in part.entries:
+            for name, source in _named_sources(part, entry):
+                if name in differing:
+                    keys.add(source.key)
     changed = []
-    for number, part in enumerate(parts):
-        entries = [
-            entry._replace(source=of_rank_0(entry.source)) if entry.source and entry.source.key in keys else entry
-            for entry in part.entries
-        ]
-        entries += others if part.kind == "state" else []
-        notes = part.notes if number else (*part.notes, difference_note(differing, has_state))
-        changed.append(replace(part, entries=tuple(entries), notes=notes))
+    for part in parts:
+        entries = []
+        for entry in part.entries:
+            if entry.source is not None and entry.source.key in keys:
+                entries.append(entry._replace(source=of_rank_0(entry.source)))
+            else:
+                entries.append(entry)
+        changed.append(replace(part, entries=tuple(entries)))
+    changed[0] = replace(changed[0], notes=(*changed[0].notes, difference_note(differing)))
     return changed
 
 
@@ -160,14 +154,3 @@ def _find_differences(answers: Values) -> dict[str, dict[str, str | None]]:
         differing = {rank: place if digest.bits else None for rank, digest in held if digest.bits != stored.bits}
         found.setdefault(name, {}).update(differing)
     return {name: {str(rank): owners[rank] for rank in sorted(owners)} for name, owners in found.items() if owners}
-
-
-def _entries_of_others(name: str, source: Source, owners: Mapping[int, str | None]) -> Iterator[Entry]:
-    """The entries for the values of one tensor on ranks other than the first."""
-    for owner, place in owners.items():
-        if place is None:
-            continue
-        sizes: Any = tuple(json.loads(place)[1]) if place else None
-        shape, view = (source.shape, source.sharding.view) if sizes is None else (sizes, sizes)
-        mine = replace(source, name=own_name(name, owner), shape=shape, sharding=OwnedSharding(view, owner))
-        yield Entry(mine.name, shape, source.dtype, source.dtype, mine)

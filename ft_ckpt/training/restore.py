@@ -1,4 +1,4 @@
-"""Restore the items of a run from an open checkpoint: model weights, optimizers, objects, replicas that differ.
+"""Restore the items of a run from an open checkpoint: model weights, optimizers, objects.
 
 Each function reports per item (`Restored`) and raises only on errors that concern all of them. Each rank reads the
 elements it holds: the number of ranks and their wrappers may differ from those of the saved run.
@@ -14,7 +14,7 @@ from torch import nn
 from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.fill import Filler, WantedTensor, check_all, each_reads, fill_tensor
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.replicas import WEIGHTS, own_name, own_part, place_of
+from ft_ckpt.distributed.replicas import WEIGHTS
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, UnreadableError, listing, shown
 from ft_ckpt.model.base_model import differences_of_base
@@ -31,7 +31,6 @@ from ft_ckpt.training.items import (
     labelled_sources,
     model_sources,
     optimizer_of,
-    optimizers_among,
     tied_names,
 )
 from ft_ckpt.training.state import (
@@ -39,8 +38,8 @@ from ft_ckpt.training.state import (
     Document,
     ResumePoint,
     StoredTensors,
-    description_of_rank,
     entries_of_rank,
+    settings_by_rank,
     tree_of,
 )
 
@@ -165,8 +164,7 @@ def _check_item(item: Item, entry: Document, live: LiveRun, stored: "_StoredItem
         raise LoadError(f"another kind of object in the checkpoint, expected the state of this {item.kind}")
     if item.kind == "optimizer":
         module, optimizer = optimizer_of(item)
-        description = description_of_rank(entry["optimizer"], live.ranks.rank)
-        module.check(optimizer, description, labelled_sources(live.found))
+        module.check(optimizer, entry["optimizer"], labelled_sources(live.found))
     elif item.kind == "model":
         _restore_item(item, entry, live.found, stored)
 
@@ -224,8 +222,6 @@ def restore_items(
         if item.name not in document["items"]:
             continue
         entry = of_rank.get(item.name) or document["items"][item.name]
-        if item.kind == "optimizer":
-            entry = {**entry, "optimizer": description_of_rank(entry["optimizer"], rank)}
         prefix = f"rank-{rank}/{item.name}" if item.name in of_rank else item.name
         differs = any(item.name in trees for trees in document["ranks"])  # then each rank reads its own
         stored = _StoredItem(prefix, point.tensors, each_reads if differs else fill_all)
@@ -263,56 +259,18 @@ def _decode_problems(encoded: Sequence[tuple[str, bool]]) -> tuple[str, ...]:
     return tuple(PassingProblem(text) if passes else text for text, passes in encoded)
 
 
-def restore_replicas(live: LiveRun, point: ResumePoint) -> tuple[list[Restored], list[str]]:
-    """Give each rank its own values of replicas that differed between ranks. Collective.
-
-    Also returns a warning naming those left at rank 0's values, to which all were restored before: the number of ranks
-    has changed, or ranks now hold other parts.
-    """
-    differing: dict[str, dict[str, str | None]] = point.document.get("apart", {})
+def note_on_replicas(document: Document) -> list[str]:
+    """A note that names what was not the same on all ranks that saved: all ranks now have the stored values."""
+    names = [*document.get("apart", {}), *document.get("differing", [])]  # of 0.3 and earlier; of later versions
+    differing = [name.removeprefix(f"{WEIGHTS}/") for name in names]
+    for item, entry in document["items"].items():
+        description = entry.get("optimizer", {})
+        differing += [f"{item}: {setting}" for setting in settings_by_rank(description)]
+        if "own" in description:  # of 0.3 and earlier
+            differing.append(f"{item}: settings of rank(s) {', '.join(description['own'])}")
     if not differing:
-        return [], []
-    ranks, sources = live.ranks, _tensors_by_name(live, point.document)
-    rank, same_size = str(ranks.rank), ranks.size == len(point.document["ranks"])
-    mine = []
-    for name, places in differing.items():
-        source = sources.get(name)
-        if not same_size or rank not in places or source is None:
-            continue
-        # Only parts at the same place, in the model's own memory.
-        is_replicated = source.sharding.is_replicated and not source.is_added
-        if is_replicated and place_of(source.sharding, ranks.rank) == places[rank]:
-            mine.append(name)
-    left = [name for name, places in differing.items() if (rank in places or not same_size) and name not in mine]
-    lost = ranks.agree("replicas that differ between ranks", {"left": left}, decide=_all_left).result
-    notes = (
-        [f"{listing(lost, ', ')}: not the same on all ranks that saved, all ranks now have rank 0's"] if lost else []
-    )
-
-    def wanted_tensors() -> list[WantedTensor]:
-        parts = {own_name(name, ranks.rank): own_part(sources[name], ranks.rank) for name in mine}
-        files = {name: point.tensors.file_of(FOLDER, name) for name in parts}
-        return [WantedTensor(part, part.local, files[name], name) for name, part in parts.items()]
-
-    if len(lost) == len(differing):
-        return [], notes
-    return [_try_restore("replicas", lambda: each_reads("replicas", wanted_tensors))], notes
-
-
-def _all_left(values: Values) -> list[str]:
-    """The names that any rank has left, as the report shows them."""
-    return list(dict.fromkeys(name.removeprefix(f"{WEIGHTS}/") for value in values for name in value["left"]))
-
-
-def _tensors_by_name(live: LiveRun, document: Document) -> dict[str, Source]:
-    """The tensors of a run by the names of `replicas`."""
-    sources = {f"{item or WEIGHTS}/{name}": source for (item, name), source in live.found.items()}
-    for item, module, optimizer in optimizers_among(live.items):
-        if item.name in document["items"]:
-            description = document["items"][item.name]["optimizer"]
-            state = module.state_tensors(optimizer, description, labelled_sources(live.found))
-            sources |= {f"{item.name}/{name}": source for name, source in state.items()}
-    return sources
+        return []
+    return [f"{listing(differing, ', ')}: not the same on all ranks that saved, all ranks now have rank 0's"]
 
 
 def _try_restore(name: str, action: Callable[[], Any]) -> Restored:

@@ -30,15 +30,15 @@ from ft_ckpt.training.restore import (
     compare_base,
     find_damage,
     find_misfits,
+    note_on_replicas,
     restore_items,
-    restore_replicas,
     restore_weights,
 )
 from ft_ckpt.training.run import TrainingRun, fingerprint_differences, read_rank_state, restore_rank_state
 from ft_ckpt.training.state import ResumePoint, changed_flags
 from ft_ckpt.training.watched import differing_models
 
-_NOT_OBJECTS = ("adapter settings", "base", "data", "gradients", "replicas", "rng")  # items beside a run's objects
+_NOT_OBJECTS = ("adapter settings", "base", "data", "gradients", "rng")  # items beside a run's objects
 
 
 def resume_run(
@@ -143,13 +143,12 @@ def _restore_on_rank(
 
     outcomes += restore_items([item for item in live.items if item.kind == "object"], live, point, fill_all)
     with damaged_input(f"{held.location}: its training state"):
-        replicas, lost = restore_replicas(live, point)
         more_notes, of_rank = restore_rank_state(run, point.document, point.tensors, ranks, trees)
         run.restore_progress(point.document, held.origin, held.manifest.created)
     return RestoreReport(
         held.location,
-        (*misfits, *outcomes, *replicas, *of_rank),
-        (*_differences(run, live, point, versions), *lost),
+        (*misfits, *outcomes, *of_rank),
+        (*_differences(run, live, point, versions), *note_on_replicas(point.document)),
         (*notes, *more_notes, *_note_of_served(point), *_notes_of_unsaved(point)),
         held.requests,
     ), ()

@@ -21,7 +21,6 @@ from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.distributed.agreement import Values, runs_of, values_of_runs
 from ft_ckpt.distributed.fill import WantedTensor, fill_tensor
 from ft_ckpt.distributed.ranks import Ranks, try_action
-from ft_ckpt.distributed.replicas import own_name
 from ft_ckpt.distributed.sharding import OwnedSharding
 from ft_ckpt.distributed.source import Source, held_source
 from ft_ckpt.distributed.tensors import ModelTensors, source_of_tensor
@@ -66,7 +65,7 @@ from ft_ckpt.training.optimizers import Description
 def merge_descriptions(descriptions: Sequence[Description]) -> Description:
     """Merge the descriptions of all ranks: a rank without elements of a parameter (FSDP1) may have no state for it.
 
-    Group settings and numbers that differ from rank 0's are under "own", by rank.
+    Rank 0's group settings and numbers are kept. "differing" names those that differ, with the ranks.
     """
     if all(description is descriptions[0] for description in descriptions):
         return descriptions[0]
@@ -87,12 +86,11 @@ def merge_descriptions(descriptions: Sequence[Description]) -> Description:
             _refuse_differing_containers(name, known, entries, rank)
             known.update({k: {**v, "rank": rank} if rank else v for k, v in entries.items() if k not in known})
     together = {**descriptions[0], "state": state}
-    own = {
-        str(rank): values
-        for rank, description in enumerate(descriptions)
-        if (values := _values_of_rank(description, together))
-    }
-    return {**together, **({"own": own} if own else {})}
+    by_setting: dict[str, list[int]] = {}
+    for rank, description in enumerate(descriptions):
+        for setting in _differing_settings(description, together):
+            by_setting.setdefault(setting, []).append(rank)
+    return {**together, "differing": by_setting} if by_setting else together
 
 
 def _refuse_differing_containers(name: str, merged: Description, entries: Description, rank: int) -> None:
@@ -106,44 +104,26 @@ def _refuse_differing_containers(name: str, merged: Description, entries: Descri
             )
 
 
-def description_of_rank(description: Description, rank: int) -> Description:
-    """The merged description, with the settings and numbers of `rank`."""
-    own = description.get("own", {}).get(str(rank))
-    if own is None:
-        return description
-    groups = [
-        {**group, "values": {**group["values"], **own["groups"].get(str(number), {})}}
-        for number, group in enumerate(description["groups"])
-    ]
-    state = {name: {**entries, **own["state"].get(name, {})} for name, entries in description["state"].items()}
-    return {**description, "groups": groups, "state": state}
-
-
-def settings_by_rank(description: Description) -> dict[str, list[int]]:
+def settings_by_rank(description: Description) -> Mapping[str, Sequence[int]]:
     """The settings and numbers that differ from rank 0's, by name, and the ranks that differ."""
-    differing: dict[str, list[int]] = {}
-    for rank, own in description.get("own", {}).items():
-        names = [f"{key} of group {number}" for number, values in own["groups"].items() for key in values]
-        names += [f"{name}: {key}" for name, entries in own["state"].items() for key in entries]
-        for name in names:
-            differing.setdefault(name, []).append(int(rank))
-    return differing
+    by_setting: Mapping[str, Sequence[int]] = description.get("differing", {})
+    return by_setting
 
 
-def _values_of_rank(one: Description, together: Description) -> Description:
-    """The settings and numbers of one rank that differ from the merged ones; {} if none do."""
-    groups, state = {}, {}
-    for number, (group, known) in enumerate(zip(one["groups"], together["groups"], strict=False)):
-        differing = {key: value for key, value in group["values"].items() if value != known["values"].get(key)}
-        groups.update({str(number): differing} if differing else {})
-    for name, entries in one["state"].items():
-        merged = together["state"][name]
-        differing = {}
+def _differing_settings(description: Description, together: Description) -> list[str]:
+    """The settings and numbers of one rank that differ from the merged ones."""
+    differing = []
+    groups = zip(description["groups"], together["groups"], strict=False)
+    for number, (group, merged) in enumerate(groups):
+        for key, value in group["values"].items():
+            if value != merged["values"].get(key):
+                differing.append(f"{key} of group {number}")
+    for name, entries in description["state"].items():
         for key, entry in entries.items():
-            if any(entry.get(form) != merged[key].get(form) for form in ("value", "tree")):
-                differing[key] = entry
-        state.update({name: differing} if differing else {})
-    return {"groups": groups, "state": state} if groups or state else {}
+            merged = together["state"][name][key]
+            if any(entry.get(form) != merged.get(form) for form in ("value", "tree")):
+                differing.append(f"{name}: {key}")
+    return differing
 
 
 FOLDER, FILE, DOCUMENT_NAME = "state", "training", "training.json"
@@ -439,7 +419,8 @@ class _KnownDocument:
     ancestors: tuple[str, ...] = ()
     signatures: Mapping[str, str] = field(default_factory=dict)
     requires_grad: Mapping[str, tuple[str, ...]] | None = None
-    apart: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
+    apart: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)  # of 0.3 and earlier
+    differing: tuple[str, ...] = ()
     let_go: tuple[str, ...] = ()
     watched: Mapping[str, str] = field(default_factory=dict)  # digests of models that had not changed
     unsaved: tuple[str, ...] = ()  # names of moving state that is not in the checkpoint
@@ -530,14 +511,7 @@ def _check_optimizer(described: Any, ranks: int) -> None:
         beside = _read_names(described["beside"])
         torch.device(beside["device"])
         load_object(beside["text"])
-    own = reader_of(Mapping[str, Mapping[str, Mapping[str, Any]]])(described.get("own", {}))
-    for rank, values in own.items():
-        groups = values["groups"]
-        if not _is_below(rank, ranks) or not all(_is_below(number, len(described["groups"])) for number in groups):
-            raise CorruptError(f"own: rank {rank}")
-        for settings in groups.values():
-            _check_settings(_read_settings(settings))
-        _check_entries(values["state"], ranks)
+    reader_of(Mapping[str, tuple[int, ...]])(described.get("differing", {}))
 
 
 def _is_below(number: str, most: int) -> bool:
@@ -593,7 +567,7 @@ def _referred_tensors(known: _KnownDocument) -> Iterator[tuple[str, _Stored]]:
     """The tensors of the state part that the document refers to, by name, without those of models."""
     yield from ((place[-1], (None, None)) for place in known.weights.values() if place[:1] == (FOLDER,))
     for name, places in known.apart.items():
-        yield from ((own_name(name, int(rank)), (None, None)) for rank in places)
+        yield from ((f"rank-{rank}/{name}", (None, None)) for rank in places)
     for item, entry in known.items.items():
         if "optimizer" in entry:
             described = entry["optimizer"]

@@ -29,9 +29,13 @@ class Small(torch.optim.Optimizer):
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
         raise NotImplementedError
 
+    def advance(self, group: dict[str, Any]) -> None:
+        """Change the settings of a group at the beginning of a step: on all ranks alike."""
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
+            self.advance(group)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     change = self.update(parameter, parameter.grad, group)
@@ -100,16 +104,16 @@ class Settings(Small):
             "largest": 0.0,
         }
 
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        squares: Any = gradient.square().sum()
-        squares = squares.full_tensor() if hasattr(squares, "full_tensor") else squares
-        group["d"].add_(squares if group["norm"] is Norm.SQUARES else 1.0)
+    def advance(self, group: dict[str, Any]) -> None:
+        group["d"].add_(0.25 if group["norm"] is Norm.SQUARES else 1.0)
         group["count"].add_(1)
         group["table"].mul_(1.01)
         group["first"].fill_(False)
         group["sums"][0].add_(1)
         group["total"] = torch.zeros(1) if group["total"] is None else group["total"].add_(group["d"])
         group["largest"] = torch.zeros(1, dtype=torch.float64).fill_(float(group["largest"]) + 0.5)
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
         numbers = [*group["d"], *group["count"].view(-1), group["table"].sum(), group["sums"][0], *group["total"]]
         factor = sum(map(float, numbers)) + float(group["largest"]) + float(group["decay"])
         return gradient * (factor if not group["first"] else 0.0)

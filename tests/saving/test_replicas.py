@@ -1,4 +1,4 @@
-"""What every rank should hold alike is compared: rank 0's is saved, a run keeps each rank's own, and it is said."""
+"""What every rank should hold alike is compared: rank 0's is saved and resumed, and differences are named."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ CASES = [
     "one_element_background",
     "alike",
     "refused",
-    *[f"own/{way}/{when}" for way in ("local", "statistics", "ignoring") for when in ("foreground", "background")],
+    *[f"all/{way}/{when}" for way in ("local", "statistics", "ignoring") for when in ("foreground", "background")],
     "left",
     "again_and_alike",
     "experts",
@@ -26,11 +26,10 @@ CASES = [
 ]
 
 
-QUICK = ("mixture", "alike", "refused", "own/statistics/background", "left", "experts", "settings", "one_sided")
+QUICK = ("mixture", "alike", "refused", "all/statistics/background", "left", "experts", "settings", "one_sided")
 
 PARTS = [
     *[f"parts/{way}/{when}" for way in ("hsdp", "hybrid", "placed") for when in ("foreground", "background")],
-    "other_parts",
 ]
 
 
