@@ -23,8 +23,8 @@ from ft_ckpt.errors import (
     check_settings,
     is_number,
     refuse_unknown_fields,
-    shown,
 )
+from ft_ckpt.schema import Count, FieldError, Seconds, as_record
 
 _UNITS = {
     **dict.fromkeys(("", "s", "sec", "second", "seconds"), 1),
@@ -146,21 +146,29 @@ def log_to_json(log: Sequence[LoggedSave]) -> list[dict[str, Any]]:
 def log_from_json(document: Any) -> tuple[LoggedSave, ...]:
     """The log from the result of `log_to_json`. Raises LoadError for another document."""
     try:
-        return tuple(_entry_from_json(each) for each in document)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        stored = as_record(document, tuple[_StoredSave, ...])
+        return tuple(save.logged() for save in stored)
+    except ValueError as error:
         raise LoadError(
-            f"saves: {shown(error)} in the log of saves; the file was not written by ft_ckpt or was changed since"
+            f"saves: {error} in the log of saves; the file was not written by ft_ckpt or was changed since"
         ) from error
 
 
-def _entry_from_json(entry: Mapping[str, Any]) -> LoggedSave:
-    known = {each.name: entry[each.name] for each in fields(LoggedSave)}
-    known["metrics"] = {str(name): float(value) for name, value in known["metrics"].items()}
-    for name, kind in (("step", int), ("saved_at", float)):
-        known[name] = kind(known[name])
-    for name, kind in (("stall_seconds", float), ("seconds", float), ("size_bytes", int)):
-        known[name] = None if known[name] is None else kind(known[name])
-    return LoggedSave(**known)
+@dataclass(frozen=True)
+class _StoredSave:
+    """One save in a JSON document: metrics that are not finite are text."""
+
+    step: int
+    saved_at: float
+    reason: str | None
+    metrics: Mapping[str, float | str]
+    stall_seconds: float | None
+    seconds: float | None
+    size_bytes: int | None
+
+    def logged(self) -> LoggedSave:
+        metrics = {name: float(value) for name, value in self.metrics.items()}
+        return LoggedSave(**{**vars(self), "metrics": metrics})
 
 
 # Signals that ask a process to end.
@@ -248,7 +256,20 @@ class History:
         return kept | {"best": dict(self.best), "saves": log_to_json(self.saves)}
 
 
-_KEPT = ("saved_epochs", "best", "step_seconds", "save_seconds", "run_seconds", "failures", "reason")
+@dataclass(frozen=True)
+class _KeptHistory:
+    """What `History.to_json` keeps."""
+
+    saved_epochs: Count
+    best: Mapping[str, float]
+    step_seconds: Seconds | None
+    save_seconds: Seconds | None
+    run_seconds: Seconds
+    failures: Count
+    reason: str | None
+
+
+_KEPT = tuple(kept.name for kept in fields(_KeptHistory))
 
 
 def begin_history(step: int, epochs_done: int, now: float, kept: Mapping[str, Any] | None = None) -> History:
@@ -260,11 +281,13 @@ def begin_history(step: int, epochs_done: int, now: float, kept: Mapping[str, An
     begun = History(step=step, seen_at=now, saved_step=step, saved_epochs=epochs_done, saved_at=now)
     if kept is None:
         return begun
-    if problems := _kept_problems(kept):
-        raise LoadError(f"history: {'; '.join(problems)}; the file was not written by ft_ckpt or was changed since")
-    failures, saves = kept["failures"] + (kept["reason"] in ROUTINE), log_from_json(kept.get("saves", ()))
-    counted = {name: kept[name] for name in _KEPT} | {"failures": failures, "best": dict(kept["best"])}
-    return replace(begun, **counted, saves=saves)
+    try:
+        counted = as_record(kept, _KeptHistory)
+    except FieldError as error:
+        raise LoadError(f"history: {error}; the file was not written by ft_ckpt or was changed since") from error
+    saves = log_from_json(kept.get("saves", []))
+    was_routine = counted.reason in ROUTINE
+    return replace(begun, **{**vars(counted), "failures": counted.failures + was_routine}, saves=saves)
 
 
 def own_reason(
@@ -458,16 +481,3 @@ _RULES: tuple[Rule, ...] = (
     ("deadline", _is_deadline, '"auto", unix seconds, a datetime or ISO 8601 text'),
     ("mtbf", _is_duration, "a duration: seconds, or text such as '90s', '24h', '7d'"),
 )
-
-
-def _kept_problems(kept: Mapping[str, Any]) -> list[str]:
-    problems = [f"{name} is missing" for name in _KEPT if name not in kept]
-    for name in ("saved_epochs", "step_seconds", "save_seconds", "run_seconds", "failures"):
-        value = kept.get(name, 0)
-        is_unmeasured = value is None and name in ("step_seconds", "save_seconds")
-        if not is_unmeasured and not is_number(value, 0, whole=name in ("saved_epochs", "failures")):
-            problems.append(f"{name} is {value!r}, expected a number")
-    best = kept.get("best", {})
-    if not isinstance(best, Mapping) or not all(map(is_number, best.values())):
-        problems.append(f"best is {best!r}, expected a number for each name")
-    return problems

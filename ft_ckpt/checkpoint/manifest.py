@@ -8,151 +8,20 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
-from functools import cache
 from pathlib import PurePosixPath
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import xxhash
 
 from ft_ckpt.errors import ManifestError, listing, shown
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.messages import short, without_secrets
+from ft_ckpt.schema import FieldError, Whole, as_record
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.store import is_inside
-
-_Reader = Callable[[Any], Any]
-_LIMIT = 1 << 63  # of integers: sizes, offsets and counts are below it
-
-
-class FieldError(ValueError):
-    """A value that does not have the declared type of its field; names the field."""
-
-    def __init__(self, found: str, where: str = "") -> None:
-        super().__init__(f"{where}: {found}" if where else found)
-        self.found, self.where = found, where
-
-
-@cache
-def reader_of(kind: Any) -> _Reader:
-    """The function that converts a JSON value to a `kind`.
-
-    Kinds are dataclasses, named tuples, tuple[X, ...], Mapping[str, X], X | None, str, int, float, bool and Any.
-
-    It raises FieldError for a value of another type and for a missing field; undeclared fields are dropped. A record
-    may also be the list of its fields.
-    """
-    inside = get_args(kind)
-    if isinstance(kind, type) and (is_dataclass(kind) or hasattr(kind, "_fields")):
-        return _record_reader(kind)
-    if get_origin(kind) is tuple:
-        return _list_reader(reader_of(inside[0]))
-    if get_origin(kind) is Mapping:
-        return _mapping_reader(reader_of(inside[1]))
-    if isinstance(kind, UnionType):
-        one = reader_of(next(each for each in inside if each is not NoneType))
-        return lambda value: None if value is None else one(value)
-    return _PLAIN[kind]
-
-
-def _record_reader(kind: Any) -> _Reader:
-    if is_dataclass(kind):
-        kinds: dict[str, Any] = {one.name: one.type for one in fields(kind)}
-        needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
-    else:
-        kinds, needed = kind.__annotations__, {*kind._fields} - kind._field_defaults.keys()
-    readers: dict[str, _Reader] = {name: reader_of(one) for name, one in kinds.items()}
-
-    def read_record(value: Any) -> Any:
-        document = value
-        if type(value) is list and len(value) == len(readers):
-            document = dict(zip(readers, value, strict=True))
-        if type(document) is not dict:
-            raise _field_error(value, kind.__name__)
-        if not needed <= document.keys():
-            raise FieldError("missing", ", ".join(sorted(needed - document.keys())))
-        found = {name: reader for name, reader in readers.items() if name in document}
-        try:
-            return kind(**{name: reader(document[name]) for name, reader in found.items()})
-        except FieldError:
-            raise _located_error((name, reader, document[name]) for name, reader in found.items()) from None
-
-    return read_record
-
-
-def _list_reader(each: _Reader) -> _Reader:
-    def read_list(value: Any) -> tuple[Any, ...]:
-        if type(value) is not list:
-            raise _field_error(value, "a list")
-        try:
-            return tuple([each(item) for item in value])
-        except FieldError:
-            raise _located_error((f"[{number}]", each, item) for number, item in enumerate(value)) from None
-
-    return read_list
-
-
-def _mapping_reader(each: _Reader) -> _Reader:
-    def read_mapping(value: Any) -> dict[str, Any]:
-        if type(value) is not dict:
-            raise _field_error(value, "a mapping")
-        try:
-            return {key: each(item) for key, item in value.items()}
-        except FieldError:
-            raise _located_error((f"[{key!r}]", each, item) for key, item in value.items()) from None
-
-    return read_mapping
-
-
-def _located_error(items: Iterable[tuple[str, _Reader, Any]]) -> FieldError:
-    """The error of the first invalid item; a second pass finds it, so that the first pass is fast."""
-    for step, reader, value in items:
-        try:
-            reader(value)
-        except FieldError as error:  # noqa: PERF203 - it is rare
-            joint = "" if not error.where or error.where.startswith("[") else "."
-            return FieldError(error.found, f"{step}{joint}{error.where}")
-    return FieldError("changed while it was read")
-
-
-def _plain_reader(kind: type) -> _Reader:
-    def read_plain(value: Any) -> Any:
-        if type(value) is kind:
-            return value
-        raise _field_error(value, kind.__name__)
-
-    return read_plain
-
-
-def _read_integer(value: Any) -> int:
-    if type(value) is int and -_LIMIT <= value < _LIMIT:
-        return value
-    raise _field_error(value, "a whole number")
-
-
-def _read_float(value: Any) -> float:
-    """A float; NaN and infinities are stored as text. Anything else becomes NaN: ft_ckpt 0.1.0 did not refuse it."""
-    try:
-        return value if type(value) in (int, float) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
-
-
-def _field_error(value: Any, expected: str) -> FieldError:
-    return FieldError(f"{short(value)}, expected {expected}")
-
-
-_PLAIN: dict[Any, _Reader] = {
-    str: _plain_reader(str),
-    bool: _plain_reader(bool),
-    int: _read_integer,
-    float: _read_float,
-    Any: lambda value: value,
-}
-
 
 # Names of weight files that diffusers reads, without ending and shard number; all other libraries read other names.
 DIFFUSERS_MODEL_FILE = "diffusion_pytorch_model"
@@ -214,7 +83,7 @@ class Manifest:
     files: tuple[FileRecord, ...]
     kind: str  # "full" | "adapter" | "attribute" | "state" | "delta"
     created: str  # ISO 8601, UTC
-    step: int | None = None
+    step: Whole | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)  # in JSON those that are not finite are text
     world: Mapping[str, Any] = field(default_factory=dict)  # {"size": 2, "engine": "fsdp2", ...}
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -279,8 +148,9 @@ def manifest_from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
     """
     document = _parse_document(text, source)
     _check_digest(document, text, source)
+    document["metrics"] = _metrics_of(document.get("metrics", {}))
     try:
-        manifest: Manifest = _read(document)
+        manifest = as_record(document, Manifest)
     except FieldError as error:
         raise ManifestError(
             f"{source}: malformed manifest ({error}); the checkpoint is damaged, use an older one"
@@ -313,7 +183,21 @@ def _digest_line(digest: str) -> str:
     return f'  "digest": {_json_text(digest)},\n'
 
 
-_read = reader_of(Manifest)
+def _metrics_of(stored: Any) -> Any:
+    """The metrics as floats: NaN and infinities are stored as text, and 0.1.0 did not refuse other values."""
+    if type(stored) is not dict:
+        return stored
+    metrics = {}
+    for name, value in stored.items():
+        metrics[name] = _metric_of(value)
+    return metrics
+
+
+def _metric_of(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _parse_document(text: str, source: str) -> dict[str, Any]:
@@ -353,8 +237,8 @@ def _manifest_problems(manifest: Manifest) -> Iterator[str]:
     repeated = [path for path, count in Counter(file.path for file in manifest.files).items() if count > 1]
     yield from (f"{path!r}: listed more than once" for path in repeated)
     for file in manifest.files:
-        if file.size_bytes < 0 or not 1 <= file.ranks <= _MOST_RANKS:
-            yield f"{file.path!r}: {file.size_bytes} bytes, written by {file.ranks} ranks"
+        if file.ranks > _MOST_RANKS:
+            yield f"{file.path!r}: written by {file.ranks} ranks, expected at most {_MOST_RANKS}"
         elif file.sha256 is not None and not _SHA256.fullmatch(file.sha256):
             yield f"{file.path!r}: sha256 {short(file.sha256)}, expected 64 hex digits"
         elif not _are_in_order(file):
@@ -366,14 +250,14 @@ def _manifest_problems(manifest: Manifest) -> Iterator[str]:
         if part.kind not in PART_KINDS:
             yield f"part {part.path!r}: kind {part.kind!r}, expected one of {', '.join(PART_KINDS)}"
         for tensor in part.tensors:
-            if not 0 <= tensor.start <= tensor.end or min(tensor.shape, default=0) < 0:
+            if tensor.start > tensor.end:
                 yield f"{tensor.name!r}: shape {list(tensor.shape)} at bytes {tensor.start} to {tensor.end}"
 
 
 def _are_in_order(file: FileRecord) -> bool:
     at = 0
     for cut in file.cuts:
-        if not (at <= cut.start <= cut.stop <= file.size_bytes and cut.chunk > 0 and cut.lead >= 0 and cut.owner >= 0):
+        if not at <= cut.start <= cut.stop <= file.size_bytes:
             return False
         more = -(-max(0, cut.stop - cut.start - cut.lead) // cut.chunk)
         if cut.owner + more >= file.ranks:

@@ -24,9 +24,10 @@ from dataclasses import asdict, dataclass, field, replace
 
 from ft_ckpt.checkpoint.catalog import load_manifest
 from ft_ckpt.checkpoint.leases import mark_holder, may_live, put_mark, read_mark, renewed, store_time
-from ft_ckpt.checkpoint.manifest import FieldError, Manifest, reader_of
+from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.errors import CheckpointError, ConfigError, NameTakenError, TargetError, WriterError, listing
 from ft_ckpt.messages import LOG
+from ft_ckpt.schema import FieldError, as_record
 from ft_ckpt.storage import locks
 from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local_disk import PREFIX
@@ -81,9 +82,6 @@ class HandedIn:
     error: str | None = None
 
 
-_session_of, _handed_of = reader_of(Session), reader_of(HandedIn)
-
-
 def room_of(run: Store) -> Store:
     """The folder of the sessions of the run whose checkpoints are in `run`."""
     return run.within(ROOM)
@@ -92,8 +90,7 @@ def room_of(run: Store) -> Store:
 def read_session(room: Store) -> Session | None:
     """The session in session.json, which may have ended; None without one."""
     with suppress(CheckpointError, FieldError, ValueError):
-        found: Session = _session_of(json.loads(read_text(room, SESSION)))
-        return found
+        return as_record(json.loads(read_text(room, SESSION)), Session)
     return None
 
 
@@ -296,7 +293,7 @@ class OpenSession:
         """Take the files of one writer into the stage: their records, and the problem, if there is one."""
         below = self.room.within(handed_folder(self.session, step, name))
         try:
-            handed: HandedIn = _handed_of(json.loads(read_text(below, HANDED)))
+            handed = as_record(json.loads(read_text(below, HANDED)), HandedIn)
         except (FieldError, ValueError) as error:
             return [], f"{below.where(HANDED)}: {error}; of another version of ft_ckpt?"
         if handed.error is not None:

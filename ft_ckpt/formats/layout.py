@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ft_ckpt.errors import CorruptError
+from ft_ckpt.schema import Count
 
 if TYPE_CHECKING:
     import torch
@@ -88,8 +89,8 @@ class TensorRecord:
     """One stored tensor: its location in a file, shape and dtype."""
 
     name: str  # as stored in the file
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str  # torch's name without "torch.", e.g. "bfloat16"
     file: str  # path of a FileRecord
-    start: int  # first byte in the file, inclusive; `start` and `end` are 0 for a compressed tensor
-    end: int  # end of its bytes in the file, exclusive
+    start: Count  # first byte in the file, inclusive; `start` and `end` are 0 for a compressed tensor
+    end: Count  # end of its bytes in the file, exclusive

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.checkpoint import prune, staging
-from ft_ckpt.checkpoint.manifest import reader_of
 from ft_ckpt.checkpoint.staging import Staging, stage_store
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.agreement import Values
@@ -28,6 +27,7 @@ from ft_ckpt.saving import files, reuse_frozen
 from ft_ckpt.saving.files import GatherWay, PartPlan, file_turns
 from ft_ckpt.saving.plan import SavePlan, SaveRequest, check_configs
 from ft_ckpt.saving.reuse_frozen import Offer
+from ft_ckpt.schema import as_record
 from ft_ckpt.storage.digests import FileRecord, chunk_of_rank, record_of
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.progress import track_bytes
@@ -164,9 +164,11 @@ def written_files(job: SaveJob, written: Values) -> list[FileRecord]:
         parts = zip(*(value["digests"] for value in written), strict=True)
         records = [files.file_record(share, digests) for share, digests in zip(job.shares, parts, strict=True)]
     else:
-        read = reader_of(FileRecord)
-        known = {file["path"]: read(file) for value in written for file in value.get("files", ())}
-        records = [known[file.path] for one in job.unlinked_plans for file in one.files]
+        by_path = {}
+        for value in written:
+            for file in value.get("files", ()):
+                by_path[file["path"]] = as_record(file, FileRecord)
+        records = [by_path[file.path] for one in job.unlinked_plans for file in one.files]
     return [*job.linked, *records]
 
 

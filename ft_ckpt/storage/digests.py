@@ -12,6 +12,7 @@ from typing import NamedTuple
 import xxhash
 
 from ft_ckpt.errors import CorruptError, MissingError, UnreadableError, reason_of
+from ft_ckpt.schema import Count, Positive
 from ft_ckpt.storage.store import Readable, Store, read_range
 
 SMALL_BYTES = 1 << 20  # files below it are hashed whenever a checkpoint is opened: configs, tokenizers, indexes
@@ -22,11 +23,11 @@ _WHOLE, _CUT = "xxh3-128:", "xxh3-128-of-ranks:"
 class Cut(NamedTuple):
     """Bytes [start, stop) of a file in consecutive chunks, each written by another rank: `owner`, `owner` + 1, ..."""
 
-    start: int
-    stop: int
-    chunk: int  # bytes of each chunk but the first and the last
-    lead: int  # bytes of the first
-    owner: int
+    start: Count
+    stop: Count
+    chunk: Positive  # bytes of each chunk but the first and the last
+    lead: Count  # bytes of the first
+    owner: Count
 
 
 def size_problem(size_bytes: int, listed_bytes: int) -> str:
@@ -40,10 +41,10 @@ class FileRecord:
     """One file of the checkpoint, `path` relative to its folder with forward slashes."""
 
     path: str
-    size_bytes: int
+    size_bytes: Count
     digest: str  # "xxh3-128:" and 32 hex digits of the whole file, or "xxh3-128-of-ranks:", see `joined_digest`
     cuts: tuple[Cut, ...] = ()  # in file order, if several ranks wrote it; bytes between cuts are rank 0's
-    ranks: int = 1  # that wrote it
+    ranks: Positive = 1  # that wrote it
     linked: bool = False  # to the file of an earlier checkpoint, whose tensors had not changed since
     etag: str | None = None  # of the object in a bucket; one of another version is compared before it is used
     sha256: str | None = None  # 64 hex digits, if the save was asked for them (SaverConfig.digest)

@@ -12,9 +12,8 @@ which are new after a resume; an iterable data set that draws from the process's
 shuffle buffer on `random`, say); state that the `state_dict` of a stateful loader's data set leaves out.
 """
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -25,16 +24,12 @@ import torch
 
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import CorruptError, LoadError, listing
-from ft_ckpt.messages import short, warn
+from ft_ckpt.messages import warn
+from ft_ckpt.schema import Count, FieldError, Positive, as_record
 from ft_ckpt.training import dataloaders, rng
 from ft_ckpt.training.dataloaders import DataCut, RandomState, SampleOrder
 
-_MOST = 1 << 63  # of counts
 _AHEAD = 2  # batches to read again so that a loader that prefetches one holds the right one
-_KEYS = (
-    "size", "epoch", "batch", "samples", "given", "offset", "warm", "at_end", "numbers", "start", "last", "own",
-    "loader",
-)  # fmt: skip
 
 
 class DataPosition:
@@ -371,17 +366,60 @@ def _sharing_problems(was: DataCut, now: DataCut) -> list[str]:
 _ABOUT = "about"  # key of the description by which loaders are recognized
 
 
+@dataclass(frozen=True)
+class _Generator:
+    """The state of one generator, see `rng.state_of`."""
+
+    kind: str
+    state: Any
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Random states from which a pass, or a batch of it, was made."""
+
+    own: Mapping[str, _Generator | None]  # of the loader, by name
+
+
+@dataclass(frozen=True)
+class _Position:
+    """The fields of `DataPosition.state_dict`. Older states lack those with a default."""
+
+    size: Positive
+    epoch: Count
+    batch: Count
+    samples: Count
+    given: Count
+    offset: int
+    warm: bool
+    at_end: bool | None
+    numbers: Mapping[str, int]
+    start: _Start | None
+    last: _Start | None
+    own: Mapping[str, _Generator | None]
+    loader: Any
+    shares: Positive = 1
+    per_step: Positive = 1
+    over: bool = False
+    least: int | None = None
+    sharing: str | None = None
+    order: str | None = None
+    about: tuple[str, int | None] | None = None  # a result of `describe_data`
+
+
 def check_position(state: Any) -> None:
-    """Raise CorruptError naming all invalid values of a `DataPosition.state_dict`."""
-    missing = [key for key in _KEYS if not isinstance(state, Mapping) or key not in state]
-    if missing:
-        raise CorruptError(f"position in the data: {', '.join(missing)} missing; it is not what state_dict returns")
-    problems = [
-        f"{name} is {short(state[name])}" for name, fits in _FITS.items() if name in state and not fits(state[name])
-    ]
-    starts = [state[name] for name in ("start", "last") if not problems and state[name]]
-    problems += [problem for start in starts for problem in rng.generator_problems(start["global"])]
-    for own in (state["own"], *(start["own"] for start in starts)) if not problems else ():
+    """Raise CorruptError for invalid values of a `DataPosition.state_dict`."""
+    try:
+        as_record(state, _Position)
+    except FieldError as error:
+        raise CorruptError(f"position in the data: {error}; it is not what state_dict returns") from error
+    problems = []
+    own_states = [state["own"]]
+    for start in (state["start"], state["last"]):
+        if start is not None:
+            problems += rng.generator_problems(start.get("global"))
+            own_states.append(start["own"])
+    for own in own_states:
         for saved in own.values():
             if saved is not None and saved["kind"] != "torch":  # torch's may be of a device that is absent here
                 rng.generator_in(saved)
@@ -389,46 +427,12 @@ def check_position(state: Any) -> None:
         raise CorruptError(f"position in the data: {listing(problems)}; it is not what state_dict returns")
 
 
-def _is_whole(value: Any, least: float = 0) -> bool:
-    return type(value) is int and least <= value < _MOST
-
-
-def _is_state(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(
-        state is None or (isinstance(state, Mapping) and {"kind", "state"} <= state.keys()) for state in value.values()
-    )
-
-
-def _is_start(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, Mapping) and {"global", "own"} <= value.keys() and _is_state(value["own"])
-    )
-
-
-def _is_about(value: Any) -> bool:
-    """Whether it is a result of `describe_data`."""
-    return type(value) is list and [*map(type, value)] in ([str, int], [str, type(None)])
-
-
-_FITS: dict[str, Callable[[Any], bool]] = {  # checks of the fields of a state
-    **dict.fromkeys(("size", "shares", "per_step"), lambda value: _is_whole(value, 1)),
-    **dict.fromkeys(("epoch", "batch", "samples", "given"), _is_whole),
-    "offset": lambda value: _is_whole(value, -math.inf),
-    **dict.fromkeys(("warm", "over"), lambda value: type(value) is bool),
-    "least": lambda value: value is None or _is_whole(value, -math.inf),
-    "at_end": lambda value: value is None or type(value) is bool,
-    **dict.fromkeys(("sharing", "order"), lambda value: value is None or type(value) is str),
-    "numbers": lambda value: isinstance(value, Mapping) and all(type(number) is int for number in value.values()),
-    "own": _is_state,
-    **dict.fromkeys(("start", "last"), _is_start),
-    _ABOUT: _is_about,
-}
-
-
 def place_beginning_in(origin: Any, size: int) -> dict[str, Any]:
     """The state for `DataPosition.load_state_dict` to continue from a loader's own state `origin`."""
-    none = dict.fromkeys(_KEYS, 0) | dict.fromkeys(("start", "last", "loader"))
-    return {**none, "size": size, "warm": False, "at_end": False, "numbers": {}, "own": {}, "origin": origin}
+    counts = dict.fromkeys(("epoch", "batch", "samples", "given", "offset"), 0)
+    absent = dict.fromkeys(("start", "last", "loader"))
+    flags = {"warm": False, "at_end": False}
+    return {**counts, **absent, **flags, "size": size, "numbers": {}, "own": {}, "origin": origin}
 
 
 def _deep_copy(value: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from ft_ckpt.checkpoint.manifest import Manifest, reader_of
+from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.distributed.agreement import Values, runs_of, values_of_runs
 from ft_ckpt.distributed.fill import WantedTensor, fill_tensor
@@ -43,6 +43,7 @@ from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.tensor_file import ListedFile
 from ft_ckpt.model.entries import Entry, Part, unchanged_entry
 from ft_ckpt.schedule import begin_history
+from ft_ckpt.schema import Count, as_record
 from ft_ckpt.storage.frozen_view import ListedStore
 from ft_ckpt.storage.proofs import FileProof
 from ft_ckpt.storage.store import Store
@@ -404,6 +405,16 @@ _Stored = tuple[tuple[int, ...] | None, str | None]  # shape and dtype of a tens
 
 
 @dataclass(frozen=True)
+class _Progress:
+    """Where the run was."""
+
+    step: Count
+    epoch: Count
+    batch: Count
+    samples: Count
+
+
+@dataclass(frozen=True)
 class _KnownDocument:
     """The fields of the document. Earlier versions lack those with a default."""
 
@@ -411,7 +422,7 @@ class _KnownDocument:
     weights: Mapping[str, tuple[str, ...]]
     items: Mapping[str, Mapping[str, Any]]
     ranks: tuple[Mapping[str, Mapping[str, Any]], ...]
-    progress: Mapping[str, int]
+    progress: _Progress
     history: Mapping[str, Any]
     run_id: str
     fingerprint: Mapping[str, Any]
@@ -441,7 +452,7 @@ def read_document(store: Store, manifest: Manifest) -> Document:
             raise CorruptError(
                 f"{file}: training state version {version}, this ft_ckpt reads up to {DOCUMENT_VERSION}; upgrade"
             )
-        known: _KnownDocument = reader_of(_KnownDocument)(document)
+        known = as_record(document, _KnownDocument)
         if problems := list(_problems(known, manifest)):
             raise CorruptError(f"{file}: {listing(problems)}; resume from another checkpoint")
     return {
@@ -459,10 +470,8 @@ def _problems(known: _KnownDocument, manifest: Manifest) -> Iterator[str]:
         yield f"version: {known.version}"
     if not known.ranks:
         yield "ranks: none"
-    counts = {name: known.progress.get(name) for name in ("step", "epoch", "batch", "samples")}
-    yield from (f"progress.{name}: {count}" for name, count in counts.items() if count is None or count < 0)
     for name, value, expected in (
-        ("progress.step", counts["step"], manifest.step),
+        ("progress.step", known.progress.step, manifest.step),
         ("run_id", known.run_id, manifest.run_id),
     ):
         if expected != value:
@@ -490,46 +499,57 @@ class _Group:
     values: Mapping[str, Mapping[str, Any]]
 
 
-_read_settings = reader_of(Mapping[str, Mapping[str, Any]])
-_read_entries = reader_of(Mapping[str, Mapping[str, Mapping[str, Any]]])
-_read_names = reader_of(Mapping[str, str])
+@dataclass(frozen=True)
+class _Beside:
+    """State of an optimizer beside that of its parameters."""
+
+    device: str
+    text: str
+
+
+_Entries = Mapping[str, Mapping[str, Mapping[str, Any]]]  # by parameter and key
+
+
+@dataclass(frozen=True)
+class _Optimizer:
+    """The fields of an optimizer's description."""
+
+    groups: tuple[_Group, ...]
+    state: _Entries
+    masters: Mapping[str, str] = field(default_factory=dict)
+    scaler: Mapping[str, Any] = field(default_factory=dict)
+    beside: _Beside | None = None
+    differing: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def _check_optimizer(described: Any, ranks: int) -> None:
     """Raise one of _BAD for an invalid description."""
-    if type(described) is not dict or type(described["class"]) is not str or type(described["groups"]) is not list:
-        raise CorruptError("not an optimizer's state")
-    for group in described["groups"]:
-        checked = reader_of(_Group)(group if type(group) is dict else {})
-        _check_settings(checked.values)
-    _check_entries(described["state"], ranks)
-    for dtype in _read_names(described.get("masters", {})).values():
+    optimizer = as_record(described, _Optimizer)
+    as_record(described["class"], str)  # no name of a field
+    for group in optimizer.groups:
+        for setting in group.values.values():
+            decode_setting(setting, "cpu")
+    _check_entries(optimizer.state, ranks)
+    for dtype in optimizer.masters.values():
         dtype_of(dtype)
-    for value in reader_of(Mapping[str, Any])(described.get("scaler", {})).values():
+    for value in optimizer.scaler.values():
         decode_value(value)
-    if "beside" in described:
-        beside = _read_names(described["beside"])
-        torch.device(beside["device"])
-        load_object(beside["text"])
-    reader_of(Mapping[str, tuple[int, ...]])(described.get("differing", {}))
+    if optimizer.beside is not None:
+        torch.device(optimizer.beside.device)
+        load_object(optimizer.beside.text)
 
 
 def _is_below(number: str, most: int) -> bool:
     return number.isdecimal() and int(number) < most
 
 
-def _check_settings(settings: Mapping[str, Mapping[str, Any]]) -> None:
-    for setting in settings.values():
-        decode_setting(setting, "cpu")
-
-
-def _check_entries(state: Any, ranks: int) -> None:
-    for entries in _read_entries(state).values():
+def _check_entries(state: _Entries, ranks: int) -> None:
+    for entries in state.values():
         for key, entry in entries.items():
             if "value" in entry:
                 decode_value(entry["value"])
                 continue
-            tensors = tensors_of_entry(key, entry)
+            tensors = tensors_of_entry(key, dict(entry))
             for label, leaf in tensors:
                 dtype_of(leaf["dtype"])
                 checked_sizes(leaf["shape"])

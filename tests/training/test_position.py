@@ -362,7 +362,7 @@ def test_data_that_became_shorter_is_an_error() -> None:
 
 
 def test_a_state_that_is_none_is_refused() -> None:
-    with pytest.raises(CorruptError, match="epoch, batch"):
+    with pytest.raises(CorruptError, match="missing required field epoch"):
         DataPosition(DataLoader(Numbers(), 4)).load_state_dict({"size": 1})
 
 

@@ -1,0 +1,55 @@
+"""Reads JSON values as frozen records, by msgspec: the types of a record's fields are its schema."""
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from ft_ckpt.messages import short
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A whole number from 0 on: sizes, offsets and counts are below 2^63."""
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+_Kind = TypeVar("_Kind")
+_PLACE = re.compile(r"Expected (?P<expected>.*?)(, got .*)? - at \$\.?(?P<field>.*)", re.DOTALL)
+_STEP = re.compile(r"([^.\[\]]+)|\[(.*?)\]")
+
+
+class FieldError(ValueError):
+    """A value without the declared type or range of its field; names the field."""
+
+
+def as_record(value: Any, kind: type[_Kind]) -> _Kind:
+    """The JSON value as a `kind`: a dataclass, named tuple, `tuple[X, ...]`, `Mapping[str, X]`, or a plain type.
+
+    Undeclared fields are dropped. Raises FieldError for the first value of another type or range, and for a missing
+    field.
+    """
+    try:
+        return msgspec.convert(value, kind, strict=True)
+    except RecursionError as error:
+        raise FieldError(str(error)) from None
+    except msgspec.ValidationError as error:
+        raise FieldError(_field_first(str(error).replace("`", ""), value)) from None
+
+
+def _field_first(text: str, value: Any) -> str:
+    """msgspec's text with field and value first, as `parts[0].tensors[7].start: 'x', expected int`."""
+    located = _PLACE.fullmatch(text)
+    if located is None:
+        return text
+    field = located["field"]
+    expected = located["expected"]
+    try:
+        return f"{field}: {short(_value_at(field, value))}, expected {expected}"
+    except (AttributeError, LookupError, TypeError, ValueError):  # the keys of mappings are not in the text
+        return f"{field}: expected {expected}"
+
+
+def _value_at(field: str, value: Any) -> Any:
+    for name, index in _STEP.findall(field):
+        value = value[int(index)] if index else value[name]
+    return value
