@@ -31,7 +31,7 @@ FOREIGN_ERRORS = {
     "engines/client.py": {"IncompleteRead", "TimeoutError"},  # the same function makes it one of ours
     "storage/libc.py": {"OSError"},  # it stands for system calls
     # it names the field; the caller, which knows the file, converts it
-    "checkpoint/manifest.py": {"FieldError", "_field_error", "_located_error"},
+    "schema.py": {"FieldError"},
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
