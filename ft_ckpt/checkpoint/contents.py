@@ -18,7 +18,8 @@ from ft_ckpt.storage.store import Folder, FolderListing, Store, read_text
 
 ACCELERATE_MARKER = "random_states_0.pkl"  # in every folder of Accelerate's `save_state`, and in no other
 CHECKPOINT, RUN, RUNS = "checkpoint", "run", "folder of runs"  # of ft_ckpt
-WITHOUT_WEIGHTS = {"absent", "empty", RUN, RUNS, "Trainer output", "folder of models"}  # but in folders below
+# Contents without weights, but in folders below, and contents that only their own program reads.
+UNREADABLE = {"absent", "empty", RUN, RUNS, "Trainer output", "folder of models", "DeepSpeed"}
 _LOADABLE = (
     "Accelerate",
     "Trainer output",
@@ -35,6 +36,7 @@ _MAX_DOCUMENT_BYTES = 1 << 20
 _STEP_FOLDER = re.compile(r"(?:checkpoint|step|epoch)[-_]?(\d+)")
 _ACCELERATE_FOLDER = re.compile(r"checkpoints|checkpoint_\d+")
 _DCP_METADATA = ".metadata"
+_DEEPSPEED_ADVICE = "its zero_to_fp32.py writes the weights as files that every function here reads"
 _DEEPSPEED_FILES = re.compile(r"zero_to_fp32\.py|mp_rank_\d+.*_states\.pt|.*zero_pp_rank_\d+.*_states\.pt")
 
 
@@ -165,7 +167,7 @@ def _describe_foreign(store: Store, files: set[str]) -> Contents | None:
         kind = "torch.distributed.checkpoint"
         return Contents(kind, f"a folder of {kind}", "`ft-ckpt show` and `ft-ckpt convert` read its weights")
     if any(_DEEPSPEED_FILES.fullmatch(name) for name in files):
-        return Contents("DeepSpeed", "a checkpoint of DeepSpeed", "`ft-ckpt convert` reads its weights")
+        return Contents("DeepSpeed", "a checkpoint of DeepSpeed", _DEEPSPEED_ADVICE)
     if weights:
         text = f"weights ({listing([*weights], ', ')}), no config, and no manifest of ft_ckpt ({MANIFEST_NAME})"
         advice = "no save was completed there, or another program wrote it; `ft-ckpt show` lists their tensors"
@@ -206,7 +208,7 @@ def _describe_parent(below: Mapping[str, Contents]) -> Contents | None:
         text = f"a project folder of Accelerate with {listing([*states], ', ')}"
         return Contents("Accelerate", text, "`saver.resume(path)` reads the newest", states)
     if _of_kind(below, "DeepSpeed"):
-        return Contents("DeepSpeed", "a checkpoint of DeepSpeed", "`ft-ckpt convert` reads its weights")
+        return Contents("DeepSpeed", "a checkpoint of DeepSpeed", _DEEPSPEED_ADVICE)
     loadable = _of_kind(below, *_LOADABLE)
     if loadable:
         kinds = [f"{name} ({below[name].kind})" for name in loadable]

@@ -15,7 +15,7 @@ from ft_ckpt.checkpoint.contents import (
     CHECKPOINT,
     RUN,
     RUNS,
-    WITHOUT_WEIGHTS,
+    UNREADABLE,
     Contents,
     describe_contents,
     why_no_checkpoint,
@@ -207,7 +207,7 @@ def _show(options: Namespace) -> None:
     store = place.folder
     if store.stat(MANIFEST_NAME) is None:
         contents = describe_contents(place)
-        if contents.kind in WITHOUT_WEIGHTS:
+        if contents.kind in UNREADABLE:
             raise NotACheckpointError(contents.sentence(place))
         from ft_ckpt.cli.files import show_file
 

@@ -1,33 +1,21 @@
-"""Reads and writes checkpoints of torch.distributed.checkpoint: a folder with `.metadata` and `.distcp` files.
+"""Reads checkpoints of torch.distributed.checkpoint: a folder with `.metadata` and `.distcp` files.
 
 Source: the classes of `torch.distributed.checkpoint.metadata`. `.metadata` is a pickle, decoded without running code.
 It lists the stored boxes of every tensor and their locations; each box is a small torch archive inside a file.
 """
 
 import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ft_ckpt.errors import (
-    CorruptError,
-    LoadError,
-    SelectionError,
-    TargetError,
-    damaged_input,
-    listing,
-    shown,
-    system_error,
-)
+from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, checked_sizes
 from ft_ckpt.formats.pickles import Passive
-from ft_ckpt.formats.tensor_file import RawFile, read_in_steps
+from ft_ckpt.formats.tensor_file import RawFile
 from ft_ckpt.formats.torch_file import TensorPlace, kind_of_leaf, load_torch_pickle, load_torch_zip, row_major
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.scratch import check_files_inside
@@ -246,54 +234,3 @@ def _cut_range(start: int, stop: int, shape: Places) -> Iterator[tuple[Places, P
 def _cut_within_row(index: int, start: int, stop: int, shape: Places) -> Iterator[tuple[Places, Places]]:
     for origin, extent in _cut_range(start, stop, shape[1:]):
         yield (index, *origin), (1, *extent)
-
-
-# Writing
-
-
-def check_dcp_types(specs: Iterable[Spec]) -> None:
-    """Raise SelectionError naming tensors of dtypes that torch does not have."""
-    foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in ITEM_BYTES]
-    if foreign:
-        raise SelectionError(f"{listing(foreign, ', ')}: torch has no such type; convert it first")
-
-
-def write_dcp(folder: Path, specs: Sequence[Spec], read: Callable[[str, int, int], Tensor]) -> None:
-    """Write `specs` as a checkpoint of one rank; `read(name, start, stop)` gives the flat elements of a tensor.
-
-    One tensor is in memory at a time. Raises SelectionError as `check_dcp_types` does.
-    """
-    from torch.distributed import checkpoint
-
-    check_dcp_types(specs)
-    held: list[Tensor] = []
-
-    class Planner(checkpoint.DefaultSavePlanner):  # type: ignore[misc]  # untyped base class
-        def resolve_data(self, write_item: Any) -> Tensor:
-            while held:
-                held.pop().untyped_storage().resize_(0)  # torch.save leaves it in a reference cycle
-            like = self.state_dict[write_item.index.fqn]
-            held.append(read_in_steps(read, write_item.index.fqn, 0, like.numel(), like.dtype).view(like.shape))
-            return held[0]
-
-    stands = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs}
-    writer = checkpoint.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
-        with _raised_as_ours(folder):
-            checkpoint.save(stands, storage_writer=writer, planner=Planner(), no_dist=True)
-
-
-@contextmanager
-def _raised_as_ours(folder: Path) -> Iterator[None]:
-    """Convert torch's CheckpointException, a BaseException that wraps the cause, into our errors."""
-    from torch.distributed.checkpoint import CheckpointException
-
-    try:
-        yield
-    except CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values()]
-        for cause in filter(None, map(system_error, causes)):
-            raise cause from error
-        reasons = listing([shown(cause) for cause in causes])
-        raise TargetError(f"{folder}: torch.distributed.checkpoint cannot write it ({reasons})") from error

@@ -1,7 +1,7 @@
 """The tensor formats, a record for each: file names, functions, capabilities. Does not import torch.
 
-A new format is one module with its functions and one record below; generic code uses the records. DeepSpeed and orbax
-folders, which are only read, have none. Functions are named by module and imported at the first call, so that settings
+A new format is one module with its functions and one record below; generic code uses the records. Folders of orbax,
+which are only read, have none. Functions are named by module and imported at the first call, so that settings
 can be checked without torch.
 """
 
@@ -33,12 +33,11 @@ Read = Callable[[str, int, int], "Tensor"]  # flat elements [start, stop) of the
 
 
 @dataclass(frozen=True)
-class FolderLibrary:
-    """Writing and reading folders by the library of a foreign format."""
+class FolderWriter:
+    """Writing folders by the library of a foreign format."""
 
     check_types: Callable[[Sequence[Spec]], None]  # raises SelectionError for unsupported dtypes
     write_folder: Callable[[Path, Sequence[Spec], Read], None]
-    open_folder: "Callable[[Place], TensorFile]"
     write_shards: Callable[[Path, Mapping[str, Sequence[Spec]], Read], None] | None = None
     """Writes the tensors of each shard as a checkpoint of its own."""
 
@@ -75,8 +74,11 @@ class TensorFormat:
     """Writes an object to a new file by a library, without a layout known beforehand."""
     load_object: Callable[..., Any] | None = None
     """Loads the object that `save_object` wrote, from (open file, map_location, mapped, verify)."""
-    library: FolderLibrary | None = None
-    """For a format whose checkpoints are folders."""
+    open_folder: "Callable[[Place], TensorFile] | None" = None
+    """The tensors of a folder, for a format whose checkpoints are folders."""
+    folder_writer: FolderWriter | None = None
+    written_by: str = ""
+    """What writes a format that is only read here, as part of an error."""
 
     recognise: "Callable[[RawFile], bool] | None" = None
     """Whether an open file is of this format, by its content."""
@@ -118,7 +120,7 @@ class TensorFormat:
     @property
     def is_written(self) -> bool:
         """Whether tensors can be written in it; otherwise it is read-only."""
-        return self.lay_out is not None or self.lay_out_archive is not None or self.library is not None
+        return self.lay_out is not None or self.lay_out_archive is not None or self.folder_writer is not None
 
     @property
     def serves_objects(self) -> bool:
@@ -245,14 +247,18 @@ register_format(TensorFormat(
 ))  # fmt: skip
 register_format(TensorFormat(
     name="tensorflow",
-    library=FolderLibrary(
+    open_folder=_Lazily("tensorflow:open_tensorflow"),
+    folder_writer=FolderWriter(
         _Lazily("tensorflow:check_tensorflow_types"),
         _Lazily("tensorflow:write_tensorflow"),
-        _Lazily("tensorflow:open_tensorflow"),
         _Lazily("tensorflow:write_tensorflow_shards"),
     ),
 ))  # fmt: skip
 register_format(TensorFormat(
     name="dcp",
-    library=FolderLibrary(_Lazily("dcp:check_dcp_types"), _Lazily("dcp:write_dcp"), _Lazily("dcp:open_dcp")),
+    open_folder=_Lazily("dcp:open_dcp"),
+    written_by=(
+        "folders of torch.distributed.checkpoint are read only: convert to a torch file (.pt), which "
+        "torch.distributed.checkpoint.format_utils.torch_save_to_dcp makes one of"
+    ),
 ))  # fmt: skip

@@ -20,13 +20,14 @@ import torch
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import LoadError, NotACheckpointError, damaged_input, listing
-from ft_ckpt.formats.deepspeed import deepspeed_folder
 from ft_ckpt.formats.pickles import Passive
 from ft_ckpt.formats.tensor_file import RawFile
 from ft_ckpt.formats.torch_file import compare_sums, load_torch_values
 from ft_ckpt.messages import warn
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.scratch import check_files_inside
+from ft_ckpt.storage.store import is_inside, read_text
 from ft_ckpt.training import rng
 from ft_ckpt.training.restore import Restored, RestoreReport, agree_on_outcomes
 
@@ -37,6 +38,8 @@ _OTHER_KEYS = frozenset((  # of the engine, and of one rank; all other keys of a
     "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "sparse_tensor_module_names",
     "num_experts", "ds_autoep_layers", "checkpoint_parallel_dimensions", "rng_states", "rank",
 ))  # fmt: skip
+_MODEL_STATES, _OPTIMIZER_STATES = "_model_states.pt", "_optim_states.pt"
+_LATEST, _MAX_LATEST_BYTES = "latest", 4096
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 _ABSENT = "absent", "not in the folder"
 _IN_FLIGHT = "prompts that were in flight are not in the folder: the data preparation actor generates them again"
@@ -107,10 +110,9 @@ def save_checkpoint_state(engine: Any, checkpoint_state_dir: str | Path, client:
 
 def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
     """The tag of the checkpoint in `folder`. Raises LoadError if it does not fit; each file is compared by one rank."""
-    place = deepspeed_folder(Place(LocalStore(folder)))
-    stored_files = place.folder.list_folder().objects if place is not None else ()
-    names = sorted(stored.name for stored in stored_files if stored.name.endswith(".pt"))
-    models = [name for name in names if name.endswith("_model_states.pt")]
+    place = _step_folder(Place(LocalStore(folder)))
+    names = [] if place is None else sorted(name for name in _file_names(place) if name.endswith(".pt"))
+    models = [name for name in names if name.endswith(_MODEL_STATES)]
     if place is None or not models:
         raise NotACheckpointError(f"{folder}: no *_model_states.pt in it; expected --checkpoint_state_dir of grpo_fast")
     if engine.load_universal_checkpoint():
@@ -119,7 +121,7 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
     for name in names[ranks.rank :: ranks.size]:
         _read_states(Path(folder, place.name, name), scaler, checked=True)
     stored = _read_states(Path(folder, place.name, models[0]), scaler, places=True)
-    optimizers = [name for name in names if name.endswith("_optim_states.pt")]
+    optimizers = [name for name in names if name.endswith(_OPTIMIZER_STATES)]
     count, is_zero = engine.seq_dp_world_size, engine.zero_optimization()
     with damaged_input(models[0]):
         shapes = {name: tuple(shape) for group in stored["param_shapes"] or () for name, shape in group.items()}
@@ -151,13 +153,30 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
     return place.name
 
 
+def _step_folder(place: Place) -> Place | None:
+    """The folder with the ranks' files: `place`, or the one that its file `latest` names; None if there is none."""
+    store, candidates = place.folder, [place]
+    if store.stat(_LATEST) is not None:
+        check_files_inside(store, [_LATEST])
+        name = read_text(store, _LATEST, _MAX_LATEST_BYTES, errors="replace").strip()
+        candidates += [Place(store, name)] if is_inside(name) else []
+    for candidate in candidates:
+        if any(name.endswith((_MODEL_STATES, _OPTIMIZER_STATES)) for name in _file_names(candidate)):
+            return candidate
+    return None
+
+
+def _file_names(place: Place) -> list[str]:
+    return [entry.name for entry in place.folder.list_folder().objects]
+
+
 def _restore_engine(engine: Any, folder: Path, tag: str) -> dict[str, Any]:
     """Let DeepSpeed restore the engine; returns the model-states file, with the client state, without its weights."""
     read: dict[str, Any] = {}
 
     def load(path: str, map_location: Any = None) -> Any:
         value = _read_states(Path(path), getattr(engine.optimizer, "loss_scaler", None))
-        if path.endswith("_model_states.pt"):
+        if path.endswith(_MODEL_STATES):
             read.update({key: one for key, one in value.items() if key != "module"})
         return value
 

@@ -41,7 +41,14 @@ from ft_ckpt.formats import detect
 from ft_ckpt.formats.dtypes import is_within
 from ft_ckpt.formats.file_io import FilePlan, write_file
 from ft_ckpt.formats.layout import Layout, Spec, TensorFile
-from ft_ckpt.formats.registry import DEFAULT_FORMAT, FolderLibrary, TensorFormat, format_named, written_formats
+from ft_ckpt.formats.registry import (
+    DEFAULT_FORMAT,
+    FolderWriter,
+    TensorFormat,
+    format_named,
+    tensor_formats,
+    written_formats,
+)
 from ft_ckpt.formats.safetensors_file import link_second_names
 from ft_ckpt.formats.shards import shard_index, split_into_files
 from ft_ckpt.formats.torch_file import TorchArchive
@@ -144,10 +151,12 @@ def convert_options(
     name = target.basename
     writable = [known.name for known in written_formats()]
     if format is not None and format not in writable:
-        raise ConfigError(f"format={format!r}: {expected_one_of(format, writable)}")
+        writers = {known.name: known.written_by for known in tensor_formats()}
+        reason = writers.get(format) or expected_one_of(format, writable)
+        raise ConfigError(f"format={format!r}: {reason}")
     given = None if format is None else format_named(format)
     names_folder = to_folder or place.is_folder or str(dst).endswith("/") or not PurePath(name).suffix
-    to_folder = names_folder or (given is not None and given.library is not None)
+    to_folder = names_folder or (given is not None and given.folder_writer is not None)
     known = given or (format_named(DEFAULT_FORMAT) if to_folder else detect.format_by_suffix(str(target)))
     if place.is_object and to_folder:
         raise TargetError(f"{target}: a file, expected a folder for {known.name}; choose another path")
@@ -155,7 +164,7 @@ def convert_options(
         raise ConfigError(f"max_shard_size={max_shard_size!r}: {name} is one file; give a folder to have several")
     if max_shard_size is not None and not is_size(max_shard_size):
         raise ConfigError(f"max_shard_size={max_shard_size!r}: expected bytes, or a size such as '5GB', above 0")
-    if shards is not None and (known.library is None or known.library.write_shards is None):
+    if shards is not None and (known.folder_writer is None or known.folder_writer.write_shards is None):
         raise ConfigError(f"shards={str(shards)!r}: format {known.name!r} has no shards by name; leave it out")
     most = parse_size(max_shard_size or "50GB")
     return ConvertOptions(
@@ -521,8 +530,8 @@ def write_converted(opened: TensorFile, place: Place, options: ConvertOptions) -
         others = f", only {listing(list(skipped))}" if skipped else "; give a file or folder that has some"
         raise LoadError(f"{place.basename}: no tensors in it{others}")
     with explained(options.target):
-        if options.format.library is not None:
-            written = _convert_by_library(opened, place, options, options.format.library)
+        if options.format.folder_writer is not None:
+            written = _convert_by_library(opened, place, options, options.format.folder_writer)
         else:
             written = (_convert_to_folder if options.to_folder else _convert_to_file)(opened, place, options)
     return dataclasses.replace(written, path=options.path, seconds=time.monotonic() - begun)
@@ -574,7 +583,7 @@ def _check_room(store: Store, size_bytes: int) -> None:
 
 
 def _convert_by_library(
-    opened: TensorFile, source: Place, options: ConvertOptions, library: FolderLibrary
+    opened: TensorFile, source: Place, options: ConvertOptions, library: FolderWriter
 ) -> ConvertReport:
     file = TranslatedFile(opened, options.names, options.dtype)
     whole = UntiedFile(file)  # these formats have no ties
@@ -589,7 +598,9 @@ def _convert_by_library(
             else:
                 library.write_folder(stage, specs, whole.read)
             if options.verify:
-                with closing(library.open_folder(open_place(stage))) as found:
+                open_written = options.format.open_folder
+                assert open_written is not None, "a format that is written is read"
+                with closing(open_written(open_place(stage))) as found:
                     check_copy(whole, found, options.target.basename)
             files = _file_records(open_place(stage).folder, ())
         part = PartRecord("", "", "model", options.format.name, "", (), casts=file.casts)
@@ -733,7 +744,7 @@ def _converted_manifest(
     known = opened.manifest if isinstance(opened, folder.WeightsFolder) else None
     if isinstance(opened, folder.WeightsFolder) and known is not None:
         notes = (*known.notes, options.note)
-        shared = _renamed_groups(opened, known.shared, options.names) if options.format.library is None else ()
+        shared = _renamed_groups(opened, known.shared, options.names) if options.format.folder_writer is None else ()
         return dataclasses.replace(known, parts=tuple(parts), files=files, notes=notes, shared=shared, number=None)
     named = tuple(_describe_part(part, source) for part in parts)
     kind = "adapter" if all(part.kind == "adapter" for part in named) else "full"

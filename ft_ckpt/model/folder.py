@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ft_ckpt.checkpoint.catalog import load_manifest
-from ft_ckpt.checkpoint.contents import WITHOUT_WEIGHTS, describe_contents, why_no_checkpoint
+from ft_ckpt.checkpoint.contents import UNREADABLE, describe_contents, why_no_checkpoint
 from ft_ckpt.checkpoint.manifest import (
     DIFFUSERS_LORA_FILE,
     DIFFUSERS_MODEL_FILE,
@@ -19,7 +19,7 @@ from ft_ckpt.checkpoint.manifest import (
     PartRecord,
 )
 from ft_ckpt.errors import CorruptError, LoadError, UnreadableError, damaged_input, listing, shown
-from ft_ckpt.formats import dcp, deepspeed, detect, jax, lightning, tensorflow
+from ft_ckpt.formats import dcp, detect, jax, lightning, tensorflow
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.registry import format_named, tensor_formats
 from ft_ckpt.model.libraries import ADAPTER_FILE
@@ -156,19 +156,17 @@ def _open_any_folder(place: Place, origin: Place) -> TensorFile:
         check_files_inside(store, [lightning.META])
         opened = dcp.open_dcp(place)
         return lightning.module_weights(opened) if store.stat(lightning.META) is not None else opened
-    if deepspeed.deepspeed_folder(place) is not None:
-        return deepspeed.open_deepspeed(place)
     tree = jax.orbax_folder(place)
     if tree is not None:
         return jax.open_orbax(tree)
     contents = describe_contents(origin)
-    if contents.kind in WITHOUT_WEIGHTS:
+    if contents.kind in UNREADABLE:
         raise LoadError(contents.sentence(origin))
     endings = dict.fromkeys(known.suffixes[0] for known in tensor_formats() if known.suffixes)
     expected = ", ".join(f"*{ending}" for ending in endings)
     raise LoadError(
         f"{place}: no weights found; expected {expected}, a {MANIFEST_NAME}, or a folder of "
-        "torch.distributed.checkpoint, DeepSpeed, TensorFlow or orbax"
+        "torch.distributed.checkpoint, TensorFlow or orbax"
     )
 
 
@@ -176,8 +174,8 @@ def _open_own_checkpoint(place: Place, origin: Place) -> TensorFile:
     manifest = load_manifest(place.folder)
     refuse_delta(manifest, origin)
     for known in map(format_named, sorted({part.format for part in manifest.parts})):
-        if known.library is not None:
-            return known.library.open_folder(place)
+        if known.open_folder is not None:
+            return known.open_folder(place)
     parts = []
     for record in (record for record in manifest.parts if record.kind != "state"):
         names = sorted({tensor.file for tensor in record.tensors})

@@ -95,14 +95,13 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "h5": saving(format="h5"),
     "packed": saving(format="h5", compression="gzip"),
     "torch": converting("torch"),
-    "dcp": converting("dcp"),
     "adapter": saving_adapter(adapter_only=True),
     "h5-adapter": saving_adapter(adapter_only=True, format="h5"),
     "both": saving_adapter(adapter_only=False),
     "parts": save_parts,
     "run": save_run,
 }
-MODELS = ("model", "shards", "dual", "h5", "packed", "torch", "dcp")
+MODELS = ("model", "shards", "dual", "h5", "packed", "torch")
 SMALL = ("config.json", "index.json", "module.json", ".jinja")  # which are never large
 ADAPTERS = ("adapter", "h5-adapter", "both")
 LOADED = ("model", "shards", "dual", "h5", "packed", *ADAPTERS, "parts", "run")
@@ -251,11 +250,10 @@ READERS: dict[str, tuple[tuple[str, ...], Callable[[Path, Path], Any]]] = {
     "convert to torch": (MODELS, converted_to(".pt", dtype="bfloat16")),
     "convert to safetensors": (MODELS, converted_to(".safetensors")),
     "convert to shards": (MODELS, converted_to("", max_shard_size=20_000, format="safetensors")),
-    "convert to dcp": (MODELS, converted_to("", format="dcp")),
-    "average, first": ((*MODELS[:-1], *ADAPTERS, "run"), averaged(True)),
-    "average, last": ((*MODELS[:-1], *ADAPTERS, "run"), averaged(False)),
+    "average, first": ((*MODELS, *ADAPTERS, "run"), averaged(True)),
+    "average, last": ((*MODELS, *ADAPTERS, "run"), averaged(False)),
     "merge": (ADAPTERS, merged),
-    "merge into it": (MODELS[:-2], lambda path, out: merged(as_base(path), out, base=path)),
+    "merge into it": (MODELS[:-1], lambda path, out: merged(as_base(path), out, base=path)),
     "load_model": (LOADED, lambda path, _: in_memory(ft_ckpt.load_model(path))),
     "load_model, verified": (LOADED, lambda path, _: in_memory(ft_ckpt.load_model(path, verify=True))),
     "load_model onto it": (MODELS[:3], lambda path, _: in_memory(ft_ckpt.load_model(as_base(path), base=str(path)))),

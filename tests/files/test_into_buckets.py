@@ -60,14 +60,13 @@ def test_a_save_that_fails_leaves_the_object_that_was_there(bucket):
         ft_ckpt.save(STATE, "memory://whole", "h5")
 
 
-@pytest.mark.parametrize("form", ["safetensors", "h5", "dcp"])
+@pytest.mark.parametrize("form", ["safetensors", "h5"])
 def test_a_folder_is_converted_into_a_bucket(bucket, saved, tmp_path, form):
     far = ft_ckpt.convert(in_bucket(saved), f"{bucket}/out", format=form, verify=True, progress=False)
     ft_ckpt.convert(saved, tmp_path / "out", format=form, verify=True, progress=False)
     assert (far.path, far.format) == (f"{bucket}/out", form)
     near, there = contents(tmp_path / "out"), contents(f"{bucket}/out")
-    assert near.keys() == there.keys()
-    assert form == "dcp" or near == there
+    assert near == there
     assert ft_ckpt.verify(f"{bucket}/out").ok
     assert read_manifest(f"{bucket}/out").notes == ("converted from saved",)
     with pytest.raises(NameTakenError, match="exists already, and a bucket cannot"):

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from launch import run_cases
 from safetensors.torch import load_file
 from seeds import examples
+from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 
-import ft_ckpt
-from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
+from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, LoadError
 from ft_ckpt.formats import dcp
 from ft_ckpt.model.convert import convert
 from ft_ckpt.storage.place import open_place
@@ -97,18 +97,23 @@ def test_every_type_and_shape(plain):
     assert file.read("scalar").tolist() == [2.5]
 
 
-def test_torch_reads_what_is_written(plain, tmp_path):
-    """From a checkpoint to a file and back to a checkpoint, loaded by torch into a nested state."""
+def test_the_way_back_is_torch_s_own(plain, tmp_path):
+    """From a checkpoint to a torch file, of which torch makes a checkpoint again."""
     folder, state = plain
-    convert(folder, tmp_path / "x.h5", verify=True, map={"float32": "model.w", "bfloat16": "model.layers.0"})
-    report = convert(tmp_path / "x.h5", tmp_path / "again", format="dcp", verify=True)
+    report = convert(folder, tmp_path / "x.pt", verify=True, map={"float32": "model.w"})
     assert report.tensors == len(state)
-    assert ft_ckpt.verify(tmp_path / "again").ok
-    into = {"model": {"w": torch.zeros(2, 3), "layers.0": torch.zeros(2, 3).bfloat16()}, "scalar": torch.tensor(0.0)}
+    torch_save_to_dcp(tmp_path / "x.pt", tmp_path / "again")
+    into = {"model.w": torch.zeros(2, 3), "bfloat16": torch.zeros(2, 3).bfloat16(), "scalar": torch.tensor(0.0)}
     torch_dcp.load(into, checkpoint_id=tmp_path / "again", no_dist=True)
-    assert torch.equal(into["model"]["w"], state["float32"])
-    assert torch.equal(into["model"]["layers.0"], state["bfloat16"])
+    assert torch.equal(into["model.w"], state["float32"])
+    assert torch.equal(into["bfloat16"], state["bfloat16"])
     assert into["scalar"] == 2.5
+
+
+def test_writing_one_is_left_to_torch(plain, tmp_path):
+    with pytest.raises(ConfigError, match=r"format='dcp': folders of .* are read only: .*torch_save_to_dcp"):
+        convert(plain[0], tmp_path / "again", format="dcp")
+    assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize("way", sorted(pickles.evil("")))

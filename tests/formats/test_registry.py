@@ -97,7 +97,7 @@ def test_asking_the_records_needs_no_torch():
 def test_every_function_of_every_record_is_there():
     """They are named by text, which no type checker follows."""
     for known in tensor_formats():
-        for one in (known, known.library):
+        for one in (known, known.folder_writer):
             for value in vars(one).values() if one is not None else ():
                 place = getattr(value, "place", None)
                 assert place is None or callable(registry.function_at(place)), place

@@ -11,7 +11,8 @@ from transformers import TrainerState
 
 import ft_ckpt
 from ft_ckpt.checkpoint.contents import describe_contents
-from ft_ckpt.errors import CheckpointError, NotACheckpointError
+from ft_ckpt.errors import CheckpointError, LoadError, NotACheckpointError
+from ft_ckpt.model.convert import convert
 from ft_ckpt.storage.place import open_place
 
 
@@ -67,6 +68,18 @@ def test_folders_of_other_programs_are_named_by_every_function_that_reads_a_chec
     for read in (ft_ckpt.load_model, ft_ckpt.verify):
         with pytest.raises(NotACheckpointError, match=words):
             read(foreign / name)
+
+
+@pytest.mark.parametrize("name", ["saved", "saved/global_step3"])
+def test_a_folder_of_deepspeed_is_left_to_its_own_script(tmp_path, name):
+    step = tmp_path / "saved/global_step3"
+    step.mkdir(parents=True)
+    (tmp_path / "saved/latest").write_text("global_step3")
+    torch.save({"module": {"w": torch.ones(2)}}, step / "mp_rank_00_model_states.pt")
+    for read in (lambda path: convert(path, tmp_path / "x.h5", progress=False), ft_ckpt.load_model, ft_ckpt.verify):
+        with pytest.raises((LoadError, NotACheckpointError), match=r"of DeepSpeed; its zero_to_fp32\.py writes"):
+            read(tmp_path / name)
+    assert not (tmp_path / "x.h5").exists()
 
 
 def test_runs_and_what_is_beside_their_checkpoints(tmp_path, foreign):

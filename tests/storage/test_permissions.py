@@ -295,7 +295,6 @@ FAST = {
     "convert to torch": partial(converted, to=".pt"),
     "convert to safetensors": partial(converted, to=".safetensors"),
     "convert to a folder of h5": partial(converted, to="", kind="h5"),
-    "convert to dcp": partial(converted, to="", kind="dcp"),
     "average": averaged,
     "save over a checkpoint": saved_over,
     "save over a file": file_saved_over,

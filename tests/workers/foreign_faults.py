@@ -112,31 +112,6 @@ def sharded_lightning(folder):
     return folder / "run"
 
 
-def deepspeed(stage):
-    def make(folder):
-        step = folder / "run/step"
-        step.mkdir(parents=True)
-        (folder / "run/latest").write_text("step")
-        weights, ranks = state(), 2
-        shapes = [{name: tensor.shape for name, tensor in weights.items()}]
-        kept = {name: torch.zeros(0) if stage == 3 else tensor for name, tensor in weights.items()}
-        model = {"module": kept | {"buffer": torch.ones(3)}, "param_shapes": shapes, "buffer_names": ["buffer"]}
-        flat = torch.cat([tensor.reshape(-1) for tensor in weights.values()])
-        for rank in range(ranks):
-            file = "mp_rank_00" if stage < 3 else f"zero_pp_rank_{rank}_mp_rank_00"
-            torch.save(model, step / f"{file}_model_states.pt")
-            if stage < 3:
-                pieces = {"single_partition_of_fp32_groups": [flat.chunk(ranks)[rank].clone()]}
-            else:
-                parts = [tensor.reshape(-1).chunk(ranks)[rank] for tensor in weights.values()]
-                pieces = {"fp32_flat_groups": [torch.cat(parts)]}
-            states = {"zero_stage": stage, "partition_count": ranks, **pieces}
-            torch.save({"optimizer_state_dict": states}, step / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-        return folder / "run"
-
-    return make
-
-
 def chunked_orbax(folder):
     """As orbax writes it without a common store, each array in several chunks."""
     import tensorstore
@@ -192,8 +167,6 @@ READERS = {
     "adapter": adapter,
     "dcp": dcp,
     "lightning folder": sharded_lightning,
-    "deepspeed 2": deepspeed(2),
-    "deepspeed 3": deepspeed(3),
     "orbax": golden_folder("orbax"),
     "orbax folders": golden_folder("orbax_folders"),
     "orbax step": golden_folder("orbax_run", "run/3"),
@@ -206,8 +179,8 @@ NEEDED = {"orbax": "tensorstore", "tensorflow": "tensorflow"}  # libraries, by t
 EXCHANGEABLE = ("dcp", "lightning folder", "orbax folders", "orbax chunks")
 # All relevant bytes of these are under checksums, except in files with the given ending.
 SUMMED = {"torch": "", "lightning": "", "sharded torch": ".json", "dcp": ".metadata", "lightning folder": ".metadata",
-          "deepspeed 2": "", "deepspeed 3": "", "keras": "", "tensorflow": "", "tensorflow shards": ".json"}  # fmt:skip
-IN_FOLDER_ONLY = ("dcp", "lightning folder", "deepspeed", "orbax", "tensorflow")  # no links out of it are followed
+          "keras": "", "tensorflow": "", "tensorflow shards": ".json"}  # fmt:skip
+IN_FOLDER_ONLY = ("dcp", "lightning folder", "orbax", "tensorflow")  # no links out of it are followed
 
 
 def usable(name):

@@ -226,7 +226,6 @@ COMMANDS: dict[str, tuple[Action, Action]] = {
     "convert --overwrite": (one_there, partial(convert, overwrite=True, format="h5")),
     "convert to a file": (run_of_two, partial(convert, name="out.pt")),
     "convert over a file": (file_there, partial(convert, name="out.safetensors")),
-    "convert by a library": (one_there, partial(convert, overwrite=True, format="dcp")),
     "average": (two_of_one_model, average),
     "average --overwrite": (one_model_there, partial(average, overwrite=True)),
     "merge": (adapter, merge),

@@ -19,6 +19,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import torch
+import torch.distributed.checkpoint as torch_dcp
 
 from ft_ckpt import load, save
 from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
@@ -271,23 +272,7 @@ def legacy_hdf5(path):
 
 
 def dcp(folder):
-    torch.save(flat(), folder.parent / "dcp.pt")
-    from ft_ckpt import convert
-
-    convert(folder.parent / "dcp.pt", folder, format="dcp", progress=False)
-    (folder / "ft_ckpt.json").unlink()
-
-
-def deepspeed(folder):
-    (folder / "step").mkdir(parents=True)
-    (folder / "latest").write_text("step")
-    group, weights = torch.arange(10.0), {"w": torch.zeros(3, 2), "b": torch.zeros(4)}
-    shapes = [{name: one.shape for name, one in weights.items()}]
-    model = {"module": weights | {"buffer": torch.ones(3)}, "param_shapes": shapes, "buffer_names": ["buffer"]}
-    torch.save(model, folder / "step/mp_rank_00_model_states.pt")
-    states = {"zero_stage": 2, "partition_count": 1, "single_partition_of_fp32_groups": [group]}
-    torch.save({"optimizer_state_dict": states}, folder / "step/zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    tensors(folder)
+    torch_dcp.save(flat(), checkpoint_id=folder, no_dist=True)
 
 
 def document(folder):
@@ -374,7 +359,6 @@ GROUPS = {
     "lightning": golden("lightning.ckpt"),
     "pickle": pickles,
     "dcp": in_folder(dcp),
-    "deepspeed": in_folder(deepspeed),
     "document": document,
     "tree": trees,
     "modules": modules,
