@@ -14,7 +14,6 @@
     ├── ManifestError          ValueError          a manifest that is absent, malformed or from a newer ft_ckpt
     │   └── NotACheckpointError    FileNotFoundError   no committed checkpoint there
     ├── CorruptError           ValueError          files differ from what the manifest recorded
-    │   ├── ExcessError            ValueError          input that claims more than its size allows
     │   ├── UnreadableError        OSError             a file that cannot be read now; it may be whole
     │   └── MissingError           FileNotFoundError   no object of that name in a store
     ├── LoadError              ValueError          a load or resume that does not fit, or unsupported content
@@ -112,10 +111,6 @@ class NotACheckpointError(ManifestError, FileNotFoundError):
 
 class CorruptError(CheckpointError, ValueError):
     """Files that differ from what the manifest recorded."""
-
-
-class ExcessError(CorruptError):
-    """Input that describes more data, or needs more work, than its size allows."""
 
 
 class UnreadableError(CorruptError, OSError):

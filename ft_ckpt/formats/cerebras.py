@@ -15,10 +15,10 @@ from urllib.parse import quote
 
 import numpy as np
 
-from ft_ckpt.errors import CorruptError, SelectionError, shown
+from ft_ckpt.errors import CorruptError, LoadError, SelectionError, shown
 from ft_ckpt.formats.hdf5_metadata import Attribute, Dataset
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
-from ft_ckpt.formats.pickles import OpaqueObject, Sealed, unpickle_plain
+from ft_ckpt.formats.pickles import PLAIN_VALUES, OpaqueObject, Sealed, unpickle
 from ft_ckpt.formats.pytree import MAPPINGS, MOST_LEVELS, Node
 from ft_ckpt.messages import printable
 
@@ -67,7 +67,7 @@ class CerebrasReader:
         try:
             version = float(self.attributes["__version__"])
             if version == 0.4:
-                spec = unpickle_plain(bytes.fromhex(self.attributes["__spec__"]), _LEGACY_TREE)
+                spec = unpickle(bytes.fromhex(self.attributes["__spec__"]), "__spec__", _LEGACY_TREE)
                 if not isinstance(spec, _LegacySpec):
                     raise CorruptError("the tree of the checkpoint has an unknown type")
                 return self._read_node(spec, (), self._legacy_leaf)
@@ -194,6 +194,7 @@ class _LegacySpec(metaclass=Sealed):
 
 
 _LEGACY_TREE: dict[str, Any] = {
+    **PLAIN_VALUES,
     "torch.utils._pytree.TreeSpec": _LegacySpec,
     "torch.utils._pytree.LeafSpec": _LegacySpec,
     "dill._dill._load_type": str,
@@ -209,8 +210,8 @@ def _check_type(value: Any, types: tuple[type, ...]) -> Any:
 
 def _unpickle_leaf(name: str, data: bytes) -> Node:
     try:
-        return Node("value", unpickle_plain(data))
-    except CorruptError:
+        return Node("value", unpickle(data, name))
+    except (CorruptError, LoadError):
         return Node("value", OpaqueObject(name, data))
 
 

@@ -5,7 +5,7 @@ It lists the stored boxes of every tensor and their locations; each box is a sma
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +13,34 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
+from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, checked_sizes
-from ft_ckpt.formats.pickles import Passive
+from ft_ckpt.formats.pickles import PLAIN_VALUES, StandIn, stand_in, unpickle
 from ft_ckpt.formats.tensor_file import RawFile
-from ft_ckpt.formats.torch_file import TensorPlace, kind_of_leaf, load_torch_pickle, load_torch_zip, row_major
+from ft_ckpt.formats.torch_file import load_torch_part
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.scratch import check_files_inside
 from ft_ckpt.storage.store import Store, is_inside
 
 METADATA = ".metadata"
+_CLASSES = {  # that a `.metadata` names, by module
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
+    "pathlib._local": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),  # of Python 3.13
+}
+_NAMES = [f"{module}.{name}" for module, names in _CLASSES.items() for name in names]
+_GLOBALS = {**PLAIN_VALUES, **{full_name: stand_in(full_name) for full_name in _NAMES}}
 Places = tuple[int, ...]
 
 
@@ -37,74 +56,58 @@ class _StoredBox:
 
 
 class DcpFile:
-    """The tensors of a distributed checkpoint, assembled from their boxes, a slice at a time."""
+    """The tensors of a distributed checkpoint. Each is assembled from its boxes as a whole, one at a time."""
 
     def __init__(self, store: Store, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence[_StoredBox]]) -> None:
         self.specs, self.boxes = specs, boxes
         self.skipped: tuple[str, ...] = ()
         self.ties: dict[str, str] = {}  # the format stores one tensor under each of its names
-        self.files = {
-            path: RawFile(store.open(path)) for path in sorted({b.path for many in boxes.values() for b in many})
-        }
-        self.known: dict[_StoredBox, TensorPlace] = {}
+        paths = {box.path for parts in boxes.values() for box in parts}
+        self.files = {path: RawFile(store.open(path)) for path in sorted(paths)}
+        self._assembled: tuple[str | None, Tensor] = (None, torch.empty(0, device="cpu"))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Flat elements [start, stop) of tensor `name` in row-major order: 1-D, on the CPU.
 
-        Raises CorruptError when a file has changed or does not match the metadata.
+        Raises CorruptError when a file has changed, is damaged or does not match the metadata.
         """
-        with damaged_input(name):
-            return self._read_slice(name, start, stop)
+        if self._assembled[0] != name:
+            self._assembled = (None, torch.empty(0, device="cpu"))  # frees the last one before the next is read
+            with damaged_input(name):
+                self._assembled = (name, self._assemble(name))
+        return self._assembled[1][start:stop]
 
-    def _read_slice(self, name: str, start: int, stop: int | None) -> Tensor:
+    def _assemble(self, name: str) -> Tensor:
         spec = self.specs[name]
-        stop = spec.numel if stop is None else stop
-        for box in self.boxes[name]:  # check before allocating memory by the size in the metadata
-            self.known[box] = self.known.get(box) or self._open_box(box, spec)
-        data = torch.empty(stop - start, dtype=getattr(torch, spec.dtype), device="cpu")
-        filled = 0
-        for origin, extent in _cut_range(start, stop, spec.shape) if stop > start else ():
-            target = data[filled : filled + math.prod(extent)].view(extent)
-            filled += math.prod(extent)
-            for box in self.boxes[name]:
-                self._copy_from_box(target, origin, box, spec)
-        return data
+        boxes = self.boxes[name]
+        if len(boxes) == 1:  # it is the tensor
+            return self._read_box(boxes[0], spec).reshape(-1)
+        whole: Tensor | None = None
+        for box in boxes:
+            part = self._read_box(box, spec)
+            if whole is None:  # memory by the size in the metadata, after a look at the file
+                whole = torch.empty(spec.shape, dtype=part.dtype, device="cpu")
+            place = tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))
+            whole[place].copy_(part)
+        if whole is None:  # without elements
+            return torch.empty(0, dtype=getattr(torch, spec.dtype), device="cpu")
+        return whole.view(-1)
 
-    def close(self) -> None:
-        for file in self.files.values():
-            file.close()
-
-    def _copy_from_box(self, target: Tensor, origin: Places, box: _StoredBox, spec: Spec) -> None:
-        """Copy the intersection of `box` and `target`, which is the part of the tensor at `origin`."""
-        low = [max(a, b) for a, b in zip(origin, box.offsets, strict=True)]
-        ends = zip(origin, target.shape, box.offsets, box.sizes, strict=True)
-        high = [min(a + size, b + length) for a, size, b, length in ends]
-        shape = [b - a for a, b in zip(low, high, strict=True)]
-        if any(size <= 0 for size in shape):
-            return
-        # A part from `_cut_range` is contiguous in every box: single indices, then a range, then whole dimensions.
-        first = 0
-        for size, a, b in zip(box.sizes, low, box.offsets, strict=True):
-            first = first * size + a - b
-        part = self._box_elements(box, spec, first, math.prod(shape)).view(shape)
-        place = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
-        target[place].copy_(part)
-
-    def _box_elements(self, box: _StoredBox, spec: Spec, first: int, count: int) -> Tensor:
-        stored = self.known[box]
-        if not stored.is_row_major:
-            return row_major(stored)[first : first + count]
-        return stored.span.read(first, count, getattr(torch, spec.dtype))
-
-    def _open_box(self, box: _StoredBox, spec: Spec) -> TensorPlace:
-        found = load_torch_zip(self.files[box.path], box.start, box.size_bytes)
-        if not isinstance(found, TensorPlace) or (found.shape, found.dtype) != (box.sizes, spec.dtype):
+    def _read_box(self, box: _StoredBox, spec: Spec) -> Tensor:
+        file = self.files[box.path]
+        part = load_torch_part(file, box.start, box.size_bytes)
+        if not isinstance(part, Tensor) or (tuple(part.shape), dtype_name(part.dtype)) != (box.sizes, spec.dtype):
             raise CorruptError(
                 f"{spec.name}: {box.path} holds something else at byte {box.start}, expected {spec.dtype} {box.sizes}; "
                 "the checkpoint is damaged, use another"
             )
-        found.file.promise(found.repeated_bytes, spec.name)
-        return found
+        file.promise(max(0, part.nbytes - part.untyped_storage().nbytes()), spec.name)
+        return part.detach()
+
+    def close(self) -> None:
+        self._assembled = (None, torch.empty(0, device="cpu"))
+        for file in self.files.values():
+            file.close()
 
 
 def open_dcp(place: Place) -> DcpFile:
@@ -116,7 +119,7 @@ def open_dcp(place: Place) -> DcpFile:
     store, source = place.folder, place.basename
     check_files_inside(store, [METADATA])
     with damaged_input(f"{source}/{METADATA}: torch.distributed.checkpoint's"):
-        metadata = _state_of(load_torch_pickle(store.read(METADATA), f"{source}/{METADATA}"), "Metadata")
+        metadata = _state_of(unpickle(store.read(METADATA), f"{source}/{METADATA}", _GLOBALS), "Metadata")
         entries = metadata["state_dict_metadata"]
         stored = {
             _box_key(_state_of(index, "MetadataIndex")): _state_of(info, "_StorageInfo")
@@ -136,22 +139,22 @@ def open_dcp(place: Place) -> DcpFile:
 
 
 def _kind_of(value: Any) -> str:
-    return kind_of_leaf(value).rpartition(".")[2]
+    return value.kind.rpartition(".")[2] if isinstance(value, StandIn) else type(value).__name__
 
 
 def _state_of(value: Any, kind: str) -> Any:
     """The fields of an object of class `kind`. Raises CorruptError for any other value."""
-    if not isinstance(value, Passive) or _kind_of(value) != kind:
-        raise CorruptError(f"a {kind_of_leaf(value)}, expected a {kind}")
+    if not isinstance(value, StandIn) or _kind_of(value) != kind:
+        raise CorruptError(f"a {_kind_of(value)}, expected a {kind}")
     return value.state
 
 
 def _tensor_spec(name: str, state: Mapping[str, Any]) -> Spec:
     properties = _state_of(state["properties"], "TensorProperties")
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
-    if type(dtype) is not str or type(name) is not str:
+    if not isinstance(dtype, torch.dtype) or type(name) is not str:
         raise CorruptError("a tensor without a name or a type")
-    return Spec(name, checked_sizes(state["size"]), dtype)
+    return Spec(name, checked_sizes(state["size"]), dtype_name(dtype))
 
 
 def _box_key(index: Mapping[str, Any]) -> tuple[str, Places | None]:
@@ -211,26 +214,3 @@ def _boxes_overlap(boxes: Sequence[_StoredBox]) -> bool:
             if all(a < d + e and d < a + b for a, b, d, e in ends):
                 return True
     return False
-
-
-def _cut_range(start: int, stop: int, shape: Places) -> Iterator[tuple[Places, Places]]:
-    """Flat elements [start, stop) of `shape` as a few boxes (origin, extent), in order, each contiguous."""
-    if not shape:
-        yield (), ()
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row
-    if first > last:  # within one row
-        yield from _cut_within_row(last, start - last * row, stop - last * row, shape)
-        return
-    if start < first * row:
-        yield from _cut_within_row(first - 1, start - (first - 1) * row, row, shape)
-    if first < last:
-        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
-    if last * row < stop:
-        yield from _cut_within_row(last, 0, stop - last * row, shape)
-
-
-def _cut_within_row(index: int, start: int, stop: int, shape: Places) -> Iterator[tuple[Places, Places]]:
-    for origin, extent in _cut_range(start, stop, shape[1:]):
-        yield (index, *origin), (1, *extent)

@@ -7,6 +7,7 @@ model is built and nothing is executed: the config is kept as text in the metada
 
 import json
 import re
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from ft_ckpt.formats.detect import TreeFile
 from ft_ckpt.formats.hdf5 import open_foreign, open_hdf5
 from ft_ckpt.formats.layout import ITEM_BYTES
 from ft_ckpt.formats.pytree import MOST_LEVELS
-from ft_ckpt.formats.tensor_file import ZIP_MAGIC, IndexedFile, RawFile, TensorIndex, ZipRecords
+from ft_ckpt.formats.tensor_file import ZIP_MAGIC, FileStream, IndexedFile, RawFile, TensorIndex, record_span
 
 _LAYERS, _WEIGHTS = "layer_names", "weight_names"  # attributes of whole models and of Keras 2's weights
 _MODEL, _OPTIMIZER = "model_weights", ("optimizer_weights", "optimizer")
@@ -62,16 +63,19 @@ def open_keras_archive(raw: RawFile, verify: bool = False) -> IndexedFile:
     Raises LoadError for an archive with weights of another kind, CorruptError when it is damaged.
     """
     with damaged_input(f"{raw.name}: an archive of Keras"):
-        archive = ZipRecords(raw)
-        others = [name for name in archive.records if name not in (_INNER, _CONFIG, _FACTS)]
-        if _INNER not in archive.records:
+        archive = zipfile.ZipFile(FileStream(raw))
+        names = archive.namelist()
+        others = [name for name in names if name not in (_INNER, _CONFIG, _FACTS)]
+        if _INNER not in names:
             raise LoadError(
                 f"{raw.name}: no {_INNER} in it, but {listing(others, ', ') or 'nothing'}; save it again with Keras"
             )
+        damaged = archive.testzip()
+        if damaged is not None:
+            raise CorruptError(f"{raw.name}: {damaged} is damaged (its checksum differs); use another copy of the file")
         config, facts = (_read_archive_document(archive, name) for name in (_CONFIG, _FACTS))
-        weights = archive.record(_INNER)
-        weights.compare()
-        file = open_foreign(raw, verify, (weights.start, weights.end - weights.start))
+        start, stop = record_span(raw, archive.getinfo(_INNER))
+        file = open_foreign(raw, verify, (start, stop - start))
         naming = _numbered_naming(file, _config_names(config, ""))
         if naming is None:
             raise CorruptError(f"{_INNER}: other names than those of a model's variables; use another copy")
@@ -81,14 +85,14 @@ def open_keras_archive(raw: RawFile, verify: bool = False) -> IndexedFile:
     return named
 
 
-def _read_archive_document(archive: ZipRecords, name: str) -> dict[str, Any]:
-    if name not in archive.records:
+def _read_archive_document(archive: zipfile.ZipFile, name: str) -> dict[str, Any]:
+    if name not in archive.namelist():
         return {}
-    record = archive.record(name)
-    if record.end - record.start > _MOST_CONFIG_BYTES:
-        raise CorruptError(f"{name}: {record.end - record.start:,} bytes of text; use another copy")
-    found = json.loads(record.read())
-    return found if isinstance(found, dict) else {}
+    size_bytes = archive.getinfo(name).file_size
+    if size_bytes > _MOST_CONFIG_BYTES:
+        raise CorruptError(f"{name}: {size_bytes:,} bytes of text; use another copy")
+    document = json.loads(archive.read(name))
+    return document if isinstance(document, dict) else {}
 
 
 # Names

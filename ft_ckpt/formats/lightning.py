@@ -12,23 +12,20 @@ from typing import Any
 
 import torch
 
-from ft_ckpt.errors import LoadError
+from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats.layout import TensorFile
-from ft_ckpt.formats.pickles import Call, Passive
 from ft_ckpt.formats.tensor_file import ZIP_MAGIC, RawFile, RenamedFile
 from ft_ckpt.formats.torch_file import (
-    PickleRules,
-    TensorPlace,
     TorchFile,
-    UnreadableTensor,
     check_sums,
-    find_plain_value,
-    join_places,
+    identity_of,
+    is_harmless,
+    is_stand_in,
     kind_of_leaf,
-    load_torch_zip,
+    load_torch_value,
+    local_copy,
     named_leaves,
     split_tensors,
-    strided_tensor,
 )
 
 _VERSION = "pytorch-lightning_version"  # the key by which Lightning recognises its files
@@ -58,9 +55,10 @@ def open_lightning(file: RawFile) -> TorchFile:
     `skipped` summarises the other values, with a line for each object of an unknown class. Raises LoadError for weights
     of unknown classes; CorruptError when the file is damaged.
     """
-    contents = _lightning_contents(file)
+    local = local_copy(file)
+    contents = _lightning_contents(local)
     tensors, skipped = split_tensors(contents[_WEIGHTS], file.name)
-    return join_places(file, tensors, [*skipped, *_describe_rest(contents)])
+    return TorchFile(local, tensors, [*skipped, *_describe_rest(contents)])
 
 
 def load_lightning(raw: RawFile, map_location: Any, mapped: bool, verify: bool) -> Any:
@@ -70,32 +68,26 @@ def load_lightning(raw: RawFile, map_location: Any, mapped: bool, verify: bool) 
     """
     if verify:
         check_sums(raw)
-    file = RawFile(raw.file, mapped and map_location is None)
-    contents = _lightning_contents(file)
-    split_tensors(contents[_WEIGHTS], file.name)  # refuses tensors that cannot be created
-    return _ValueMaker(file, map_location).make(contents, "")
+    contents = _lightning_contents(raw, mapped and map_location is None)
+    split_tensors(contents[_WEIGHTS], raw.name)  # refuses tensors that are not plain
+    return _ValueMaker(map_location).make(contents, "")
 
 
-def _lightning_contents(file: RawFile) -> dict[str, Any]:
-    found = load_torch_zip(file, rules=_RULES)
-    if _weights_of(found) is None:
+def _lightning_contents(file: RawFile, mapped: bool = True) -> dict[str, Any]:
+    """The value in the file, with stand-ins of any class outside of the weights."""
+    value = load_torch_value(file, lambda _full_name: True, mapped=mapped)
+    weights = value.get(_WEIGHTS) if isinstance(value, dict) and _VERSION in value else None
+    if not isinstance(weights, dict):
         raise LoadError(f"{file.name}: no {_WEIGHTS!r} in it, expected a checkpoint of Lightning; use torch.load")
-    whole: dict[str, Any] = found
+    kinds = {leaf.kind for _, leaf in named_leaves(weights) if is_stand_in(leaf)}
+    refused = sorted(kind for kind in kinds if not is_harmless(kind))
+    if refused:
+        raise LoadError(
+            f"{file.name}: {_WEIGHTS} refers to {listing(refused, ', ')}; expected tensors and plain data. "
+            "Nothing of it was run"
+        )
+    whole: dict[str, Any] = value
     return whole
-
-
-def _weights_of(value: Any) -> dict[str, Any] | None:
-    found = value.get(_WEIGHTS) if isinstance(value, dict) and _VERSION in value else None
-    return found if isinstance(found, dict) else None
-
-
-def _admit_settings(value: Any, unknown: frozenset[str]) -> bool:
-    """Whether the weights in `value` contain no unknown classes."""
-    weights = _weights_of(value)
-    return weights is not None and all(kind_of_leaf(leaf) not in unknown for _, leaf in named_leaves(weights))
-
-
-_RULES = PickleRules(find_plain_value, _admit_settings)
 
 
 def _describe_rest(contents: Mapping[str, Any]) -> list[str]:
@@ -103,8 +95,8 @@ def _describe_rest(contents: Mapping[str, Any]) -> list[str]:
     classes, sums = [], []
     for key in (key for key in contents if key != _WEIGHTS):
         leaves = list(named_leaves({key: contents[key]}))
-        classes += [f"{name}: {kind_of_leaf(leaf)}" for name, leaf in leaves if _is_opaque(leaf)]
-        tensors = sum(isinstance(leaf, TensorPlace) for _, leaf in leaves)
+        classes += [f"{name}: {kind_of_leaf(leaf)}" for name, leaf in leaves if is_stand_in(leaf)]
+        tensors = sum(isinstance(leaf, torch.Tensor) for _, leaf in leaves)
         counts = [
             f"{count} {what}" for count, what in ((tensors, "tensors"), (len(leaves) - tensors, "values")) if count
         ]
@@ -133,30 +125,19 @@ def module_weights(folder: TensorFile) -> RenamedFile:
     return RenamedFile(folder, names, [*skipped, *getattr(folder, "skipped", ()), f"{META}: the state of the training"])
 
 
-def _is_opaque(leaf: Any) -> bool:
-    """Whether a leaf is a stand-in for an object, class, function, or a tensor that cannot be read as bytes."""
-    is_class = isinstance(leaf, type) and issubclass(leaf, Passive)
-    return is_class or isinstance(leaf, (Passive, Call, UnreadableTensor))
-
-
 class _ValueMaker:
-    """Creates values from their descriptions; equal locations become one tensor."""
+    """Creates values from what torch has read; equal tensors become one."""
 
-    def __init__(self, file: RawFile, map_location: Any) -> None:
-        self.file, self.device = file, None if map_location is None else torch.device(map_location)
-        self.tensors: dict[TensorPlace, torch.Tensor] = {}
+    def __init__(self, map_location: Any) -> None:
+        self.device = None if map_location is None else torch.device(map_location)
+        self.tensors: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def make(self, value: Any, name: str) -> Any:
-        """The value described by `value`, at the path `name`."""
-        if isinstance(value, TensorPlace):
-            if value not in self.tensors:
-                self.file.promise(value.repeated_bytes, name)
-                tensor = strided_tensor(value)
-                self.tensors[value] = tensor if self.device is None else tensor.to(self.device)
-            return self.tensors[value]
-        if _is_opaque(value):
-            kind = value.kind if isinstance(value, UnreadableTensor) else kind_of_leaf(value)
-            return SkippedValue(name, kind)
+        """The value that `value` stands for, at the path `name`."""
+        if isinstance(value, torch.Tensor):
+            return self.tensors.setdefault(identity_of(value), value if self.device is None else value.to(self.device))
+        if is_stand_in(value):
+            return SkippedValue(name, value.kind)
         if isinstance(value, dict):
             items = ((self.make(key, name), self.make(one, f"{name}.{key}".lstrip("."))) for key, one in value.items())
             return (OrderedDict if isinstance(value, OrderedDict) else dict)(items)

@@ -1,17 +1,14 @@
-"""Readers of tensor files: raw bytes, zip records, an index of tensors, spans, renamed tensors, files in memory."""
+"""Readers of tensor files: raw bytes, records of zip files, an index of tensors, renamed tensors, files in memory."""
 
 import io
 import json
 import math
 import struct
 import zipfile
-import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import PurePosixPath
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -60,10 +57,10 @@ class FileStream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Fill `buffer` from here. Raises CorruptError when the file has changed."""
-        wanted = min(len(buffer), max(0, self.size_bytes - self.at))
-        buffer[:wanted] = self.raw.bytes(self.start + self.at, wanted)
-        self.at += wanted
-        return wanted
+        count = min(len(buffer), max(0, self.size_bytes - self.at))
+        self.raw.read_into(memoryview(buffer)[:count], self.start + self.at)
+        self.at += count
+        return count
 
 
 class RawFile:
@@ -125,12 +122,17 @@ class RawFile:
 
     def bytes(self, start: int, size_bytes: int) -> bytearray:
         """A copy of the bytes from `start`. Raises CorruptError when the file is shorter or has changed."""
-        self._check_range(start, size_bytes)
-        if self._whole is not None and self._whole.is_own and not self._whole.given_back:
-            return bytearray(self._whole.memory[start : start + size_bytes])
         data = bytearray(size_bytes)
-        self.file.read_into(memoryview(data), start)
+        self.read_into(memoryview(data), start)
         return data
+
+    def read_into(self, memory: memoryview, start: int) -> None:
+        """Fill `memory` with the bytes from `start`. Raises CorruptError as `bytes` does."""
+        self._check_range(start, len(memory))
+        if self._whole is not None and self._whole.is_own and not self._whole.given_back:
+            memory[:] = self._whole.memory[start : start + len(memory)]
+        else:
+            self.file.read_into(memory, start)
 
     def tensor(self, start: int, count: int, dtype: torch.dtype, mapped: bool | None = None) -> torch.Tensor:
         """`count` elements from byte `start`, 1-D; writes to it do not reach the file."""
@@ -407,90 +409,20 @@ _HEAD = struct.Struct("<4s22xHH")  # of a record: signature, lengths of its name
 _STEP_BYTES = 16 << 20
 
 
-@dataclass(eq=False)
-class ZipRecord:
-    """A stored record, bytes [start, end) of an open file, and the CRC-32 of the bytes read so far.
+def record_span(file: RawFile, entry: zipfile.ZipInfo) -> tuple[int, int]:
+    """The bytes [start, stop) of a record that is stored without compression in an open zip file.
 
-    The checksum is updated while bytes are read in order. When a reader leaves the order, or a tensor ends before the
-    record, the rest of the record is read here.
+    Raises CorruptError when it is compressed, or not where the directory of the file says.
     """
-
-    file: RawFile
-    name: str
-    start: int
-    end: int
-    expected: int | None  # None: the file has no checksums
-    _at: int = field(init=False)
-    _found: int = 0
-    _lock: Lock = field(default_factory=Lock)
-
-    def __post_init__(self) -> None:
-        self._at = self.start
-
-    def read(self) -> bytes:
-        """All bytes. Raises CorruptError when their checksum differs."""
-        data = bytes(self.file.bytes(self.start, self.end - self.start))
-        self.take(self.end, self.start, data)
-        return data
-
-    def compare(self) -> None:
-        """Read the remaining bytes. Raises CorruptError when the checksum differs."""
-        with self._lock:
-            self._compare_rest()
-
-    def take(self, stop: int, start: int, data: Any) -> None:
-        """Add the bytes `data`, read at byte `start` of the file, of a tensor that ends at byte `stop`.
-
-        Raises CorruptError when the record is read to its end and its checksum differs.
-        """
-        with self._lock:
-            if start == self._at < self.end:
-                self._found, self._at = zlib.crc32(data, self._found), start + len(data)
-                if self._at < min(stop, self.end):
-                    return
-            self._compare_rest()
-
-    def _compare_rest(self) -> None:
-        if self.expected is None:
-            return
-        while self._at < self.end:
-            data = self.file.bytes(self._at, min(_STEP_BYTES, self.end - self._at))
-            self._found, self._at = zlib.crc32(data, self._found), self._at + len(data)
-        if self._found != self.expected:
-            raise CorruptError(
-                f"{self.file.name}: {self.name} is damaged (its checksum differs); use another copy of the file"
-            )
-
-
-class ZipRecords:
-    """The records of the zip file at [start, start + size_bytes) of an open file.
-
-    Raises CorruptError when two have one name.
-    """
-
-    def __init__(self, file: RawFile, start: int = 0, size_bytes: int | None = None) -> None:
-        self.file, self.start = file, start
-        with zipfile.ZipFile(FileStream(file, start, size_bytes)) as names:
-            entries, self.directory_start = names.infolist(), start + names.start_dir
-        self.records = {entry.filename: entry for entry in entries}
-        twice = [name for name, count in Counter(entry.filename for entry in entries).items() if count > 1]
-        if twice:
-            raise CorruptError(f"several records of one name: {listing(twice, ', ')}")
-        self.has_sums = any(entry.CRC for entry in entries)  # torch can omit all of them
-
-    def record(self, name: str) -> ZipRecord:
-        """A record. Raises CorruptError when it is missing, compressed or damaged."""
-        entry = self.records.get(name)
-        if entry is None:
-            raise CorruptError(f"{name} is missing")
-        if entry.compress_type:
-            raise CorruptError(f"{name} is compressed, expected one that is stored; zip the files again with -0")
-        head = self.start + entry.header_offset
-        signature, *lengths = _HEAD.unpack(self.file.bytes(head, _HEAD.size))
-        begin = head + _HEAD.size + sum(lengths)
-        if signature != ZIP_MAGIC or begin + entry.file_size > self.file.size_bytes:
-            raise CorruptError(f"{name}: its offset leads out of the file, or to something else; is the file whole?")
-        return ZipRecord(self.file, name, begin, begin + entry.file_size, entry.CRC if self.has_sums else None)
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise CorruptError(f"{entry.filename} is compressed, expected one that is stored; zip the files again with -0")
+    signature, *lengths = _HEAD.unpack(file.bytes(entry.header_offset, _HEAD.size))
+    start = entry.header_offset + _HEAD.size + sum(lengths)
+    if signature != ZIP_MAGIC or start + entry.file_size > file.size_bytes:
+        raise CorruptError(
+            f"{entry.filename}: its offset leads out of the file, or to something else; is the file whole?"
+        )
+    return start, start + entry.file_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -500,20 +432,13 @@ class Span:
     file: RawFile
     start: int  # byte of the first
     numel: int
-    record: ZipRecord | None = None  # of a zip file: compares its checksum while reading
 
     def read(self, first: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Elements [first, first + count). Raises CorruptError when the file has changed, or its checksum differs."""
-        start = self.start + first * dtype.itemsize
-        data = self.file.tensor(start, count, dtype)
-        if self.record is not None and count:
-            self.record.take(self.start + self.numel * dtype.itemsize, start, data.view(torch.uint8).numpy())
-        return data
+        """Elements [first, first + count). Raises CorruptError when the file has changed."""
+        return self.file.tensor(self.start + first * dtype.itemsize, count, dtype)
 
     def run(self, name: str, item_bytes: int) -> ByteRun:
-        stop = self.start + self.numel * item_bytes
-        watch = None if self.record is None else partial(self.record.take, stop)
-        return ByteRun(name, self.file.file, self.start, stop - self.start, watch)
+        return ByteRun(name, self.file.file, self.start, self.numel * item_bytes)
 
 
 class SpanFile:

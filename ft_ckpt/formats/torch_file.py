@@ -1,32 +1,37 @@
-"""Reads and writes torch files (.pt, .bin, .pth): zip and legacy, without running their pickles.
+"""Reads and writes torch files (.pt, .bin, .pth), zip and legacy.
 
-Source: the layout of `torch.save` archives. One zip file without compression: `archive/data.pkl` names the tensors
-and the record of each storage, `archive/data/N` are the storages, each at a multiple of 64 bytes, followed by its
-checksum. To write, torch makes such a file without the bytes of the storages, which are then inserted.
+`torch.load(weights_only=True)` reads them: it maps zip files, and reads those of torch before 1.6 as a whole. Objects
+of classes that are not imported become stand-ins; nothing in a pickle is run. The checksums of a zip file are compared
+before its tensors are used.
+
+Source of what is written: the layout of `torch.save` archives. One zip file without compression: `archive/data.pkl`
+names the tensors and the record of each storage, `archive/data/N` are the storages, each at a multiple of 64 bytes,
+followed by its checksum. To write, torch makes such a file without the bytes of the storages, which are then inserted.
 """
 
 import ctypes
 import io
-import math
 import struct
+import zipfile
 import zlib
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
+from threading import Lock
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ft_ckpt.errors import (
     ConfigError,
     CorruptError,
-    ExcessError,
     LoadError,
     SelectionError,
     TargetError,
@@ -36,403 +41,172 @@ from ft_ckpt.errors import (
     shown,
     system_error,
 )
-from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec, checked_sizes
-from ft_ckpt.formats.pickles import PLAIN_GLOBALS, PLAIN_VALUES, Call, Find, Passive, interpret_pickle
+from ft_ckpt.formats.dtypes import dtype_name
+from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec
+from ft_ckpt.formats.pickles import PLAIN_VALUES, StandIn, stand_in
 from ft_ckpt.formats.pytree import MOST_LEVELS, PLAIN, SCALARS, quoted_key
-from ft_ckpt.formats.tensor_file import ZIP_MAGIC, FileStream, RawFile, Span, SpanFile, ZipRecord, ZipRecords
+from ft_ckpt.formats.tensor_file import ZIP_MAGIC, FileStream, RawFile, record_span
+from ft_ckpt.storage.kept_store import KeptFile
 from ft_ckpt.storage.local_file import LocalFile, open_local_file
 from ft_ckpt.storage.local_store import temporary_store
-from ft_ckpt.storage.read_ahead import ByteRun
-from ft_ckpt.storage.store import is_utf8
+from ft_ckpt.storage.scratch import copy_object
 
-_STORAGES = {
-    "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",
-    "IntStorage": "int32", "LongStorage": "int64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
-    "FloatStorage": "float32", "DoubleStorage": "float64", "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128", "UntypedStorage": "uint8",
-}  # fmt: skip
 # Objects of these packages become stand-ins: they are common in training checkpoints and not needed for the tensors.
-_PASSIVE = frozenset(
+_HARMLESS = frozenset(
     ("argparse", "deepspeed", "enum", "numpy", "omegaconf", "pathlib", "peft", "torch", "transformers")
 )
+_make_array = np.empty(0).__reduce__()[0]
+_VALUES: Mapping[str, Any] = {  # what torch does not accept by itself, and gives plain values
+    **PLAIN_VALUES,
+    **{f"builtins.{made.__name__}": made for made in (int, float, str, dict, list, tuple)},
+    "numpy.core.multiarray._reconstruct": _make_array,
+    "numpy._core.multiarray._reconstruct": _make_array,
+    "numpy.ndarray": np.ndarray,
+}
+_NUMPY_TYPES = tuple({type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"})
+_LEGACY, _BARE = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", (b"\x80\x02}", b"\x80\x02c")  # how files begin
+_BLOCK_BYTES = 1 << 20  # of a record, read at a time
+_STREAM_BYTES = 8 << 20  # read at a time from afar
+_ACCEPTED = Lock()  # the classes that torch accepts are the same for all threads of a process
+
+Source = Path | BinaryIO  # what torch and zipfile read
 
 
-@dataclass(frozen=True)
-class TensorPlace:
-    """The location of a tensor in a file: offset, dtype, shape and strides."""
-
-    file: RawFile
-    start: int  # byte of the first element
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]  # in elements
-    record: ZipRecord | None = field(default=None, compare=False)  # the record of the zip file that contains it
-
-    @property
-    def span(self) -> Span:
-        """All elements from its first to its last in the file."""
-        reach = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)) + 1
-        return Span(self.file, self.start, 0 if 0 in self.shape else reach, self.record)
-
-    @property
-    def is_row_major(self) -> bool:
-        """True when its elements follow one another in row-major order."""
-        step = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != step:
-                return 0 in self.shape
-            step *= size
-        return True
-
-    @property
-    def repeated_bytes(self) -> int:
-        """Bytes that row-major order needs beyond the stored ones."""
-        return max(0, math.prod(self.shape) - self.span.numel) * ITEM_BYTES[self.dtype]
+def is_harmless(full_name: str) -> bool:
+    """Whether a stand-in may take the place of this class or function in any torch file."""
+    return full_name.partition(".")[0] in _HARMLESS
 
 
-@dataclass(frozen=True)
-class UnreadableTensor:
-    """A tensor that is not stored as plain dense elements (quantised, sparse, sharded...)."""
+def load_torch_value(file: RawFile, admits: Callable[[str], bool] = is_harmless, *, mapped: bool = True) -> Any:
+    """The value in a torch file, with its tensors on the CPU: mapped from a local zip file, or else in memory.
 
-    kind: str
-
-
-@dataclass(frozen=True)
-class _StoragePlace:
-    file: RawFile
-    start: int
-    end: int
-    dtype: str
-    record: ZipRecord | None = None
-
-
-_FindStorage = Callable[[str, str, int], _StoragePlace]  # from (dtype, key, number of elements)
-
-
-@dataclass(frozen=True)
-class PickleRules:
-    """The globals that the pickle of a kind of file may name, and whether a value with unknown names is accepted."""
-
-    find: Find
-    admits: Callable[[Any, frozenset[str]], bool] = lambda _value, _unknown: False
-
-
-class _TorchRecords(ZipRecords):
-    """The records of a torch zip file, by name without their common folder."""
-
-    def __init__(self, file: RawFile, start: int, size_bytes: int) -> None:
-        super().__init__(file, start, size_bytes)
-        found = [name for name in self.records if name.count("/") == 1 and name.endswith("/data.pkl")]
-        if len(found) != 1 or any(entry.compress_type for entry in self.records.values()):
-            raise CorruptError("a zip file, but not one that torch.save wrote")
-        prefix = found[0][: -len("data.pkl")]
-        self.records = {name.removeprefix(prefix): entry for name, entry in self.records.items()}
-
-
-def load_torch_zip(
-    file: RawFile, start: int = 0, size_bytes: int | None = None, rules: PickleRules | None = None
-) -> Any:
-    """The value in the torch zip file at [start, start + size_bytes) of `file`, its tensors as `TensorPlace`.
-
-    Raises CorruptError for any other file, LoadError naming every global that is neither a tensor nor plain data.
+    Objects whose classes are not imported are stand-ins; `admits` says for which full names. Raises LoadError naming
+    all others; CorruptError for a damaged file.
     """
     with damaged_input(f"{file.name}: saved by torch"):
-        return _load_zip(file, start, file.size_bytes - start if size_bytes is None else size_bytes, rules or _RULES)
+        file.check()
+        head = bytes(file.bytes(0, min(16, file.size_bytes)))
+        if head.startswith(_BARE):
+            raise LoadError(f"{file.name}: a pickle, but none that torch.save wrote; save its tensors with torch.save")
+        if head.startswith(_LEGACY):
+            return _load_legacy(file)
+        source = _source_of(file)
+        _check_archive(source, file.name)
+        return _load_zip(source, file.name, admits, mmap=mapped and isinstance(source, Path))
 
 
-def _load_zip(file: RawFile, start: int, size_bytes: int, rules: PickleRules) -> Any:
-    name, archive = file.name, _TorchRecords(file, start, size_bytes)
-    order = archive.record("byteorder").read() if "byteorder" in archive.records else b"little"
-    if order != b"little":
-        raise LoadError(f"{name}: written on a big-endian machine; load it with torch.load and save it again")
-    if "constants.pkl" in archive.records:
-        raise LoadError(f"{name}: a TorchScript program, expected saved tensors; save its state_dict() instead")
-    for record in archive.records:
-        if not record.startswith("data/"):  # torch allocates memory for these by their recorded size
-            archive.record(record)
-    storages: dict[str, ZipRecord] = {}
+def load_torch_part(file: RawFile, start: int, size_bytes: int) -> Any:
+    """The value in the torch zip file at [start, start + size_bytes) of `file`, in memory.
 
-    def find_storage(dtype: str, key: str, _numel: int) -> _StoragePlace:
-        if key not in storages:
-            storages[key] = archive.record(f"data/{key}")
-        return _StoragePlace(file, storages[key].start, storages[key].end, dtype, storages[key])
-
-    return load_torch_pickle(archive.record("data.pkl").read(), name, find_storage, rules)
-
-
-def load_torch_legacy(file: RawFile) -> Any:
-    """The value in a file of torch before 1.6, as `load_torch_zip` gives it.
-
-    Such a file has three pickles that are not needed, one of the object, one of the keys of its storages, and then the
-    storages, each after its number of elements. The object is read twice: to find the storages, and with their offsets.
+    Its checksums are compared. Raises as `load_torch_value` does.
     """
-    with damaged_input(f"{file.name}: saved by torch before 1.6"):
-        stream, known = io.BufferedReader(FileStream(file)), dict[str, tuple[int, int]]()
-
-        def note_storage(dtype: str, key: str, count: int) -> _StoragePlace:
-            if count * ITEM_BYTES[dtype] > file.size_bytes:  # torch would allocate it before reading
-                raise ExcessError(f"storage {key} of {count:,} elements, in a file of {file.size_bytes:,} bytes")
-            expected = known.setdefault(key, (count, ITEM_BYTES[dtype]))
-            if expected != (count, ITEM_BYTES[dtype]):
-                raise CorruptError(
-                    f"storage {key}: {count:,} elements of {dtype} for one tensor, {expected[0]:,} elements of "
-                    f"{expected[1]} bytes for another"
-                )
-            return _StoragePlace(file, 0, count * ITEM_BYTES[dtype], dtype)
-
-        for _ in range(3):
-            _read_pickle(stream, file.name, None)
-        begin = stream.tell()
-        _read_pickle(stream, file.name, note_storage)
-        keys = _read_pickle(stream, file.name, None)
-        places, at = {}, stream.tell()
-        for key in keys:
-            found, (count, item_bytes) = int.from_bytes(file.bytes(at, 8), "little"), known[key]
-            if found != count:
-                raise CorruptError(f"storage {key}: {found:,} elements, its tensors expect {count:,}")
-            places[key] = (at + 8, at + 8 + count * item_bytes)
-            at += 8 + count * item_bytes
-        if at != file.size_bytes:
-            what = f"{file.size_bytes - at:,} bytes after its last storage" if at < file.size_bytes else "cut short"
-            raise CorruptError(f"{what}: its storages end at byte {at:,}, the file at {file.size_bytes:,}")
-        stream.seek(begin)
-        return _read_pickle(stream, file.name, lambda dtype, key, _count: _StoragePlace(file, *places[key], dtype))
+    with damaged_input(f"{file.name}: saved by torch"):
+        part = io.BufferedReader(FileStream(file, start, size_bytes), _STREAM_BYTES)
+        _check_archive(part, file.name)
+        _compare_archive(part, file.name)
+        return _load_zip(part, file.name, is_harmless, mmap=False)
 
 
-def load_torch_pickle(
-    data: bytes, source: str, storage: _FindStorage | None = None, rules: PickleRules | None = None
-) -> Any:
-    """The value of the pickle `data`; `source` names it in errors. Raises as `load_torch_zip` does."""
-    with damaged_input(f"{source}: saved by torch"):
-        return _read_pickle(io.BytesIO(data), source, storage, rules or _RULES)
-
-
-def _read_pickle(stream: Any, source: str, storage: _FindStorage | None, rules: PickleRules | None = None) -> Any:
-    """The value of the pickle in `stream`, which is then positioned at its end."""
-
-    def load_reference(reference: Any) -> _StoragePlace:
-        if storage is None or not isinstance(reference, tuple) or len(reference) not in (5, 6):
-            raise CorruptError("an invalid reference to a storage")
-        kind, dtype, key, _location, count, *view = reference
-        if isinstance(dtype, type) and issubclass(dtype, Passive):
-            raise LoadError(
-                f"{source}: has tensors with a {dtype.kind.rpartition('.')[2]}, which is not plain dense data; "
-                "convert these in torch (`tensor.dequantize()` for quantized ones), or leave them out"
-            )
-        if kind != "storage" or type(dtype) is not str or type(key) is not str or type(count) is not int or any(view):
-            raise CorruptError("an invalid reference to a storage")
-        return storage(dtype, key, count)
-
-    rules = rules or _RULES
-    value, foreign = interpret_pickle(stream, rules.find, _PASSIVE, load_reference)
-    if foreign and not rules.admits(value, frozenset(foreign)):
-        raise LoadError(
-            f"{source}: refers to {listing(foreign, ', ')}; expected tensors and plain data. "
-            "Nothing of it was run; save a state dict alone, or load it yourself if you trust it"
-        )
+def _load_legacy(file: RawFile) -> Any:
+    stream = io.BufferedReader(FileStream(file), _STREAM_BYTES)
+    value = _load_safely(stream, file.name, (), mmap=False)
+    rest_bytes = file.size_bytes - stream.tell()
+    if rest_bytes:
+        raise CorruptError(f"{rest_bytes:,} bytes after its last storage; use another copy of the file")
     return value
 
 
-def _rebuild_v2(
-    storage: _StoragePlace, offset: int, shape: Any, stride: Any, _grad: Any = None, _hooks: Any = None, flags: Any = ()
-) -> TensorPlace | UnreadableTensor:
-    return _rebuild_v3(storage, offset, shape, stride, None, None, storage.dtype, flags)
+def _source_of(file: RawFile) -> Source:
+    """The path of the descriptor of a local file, which stays the same file; a stream for an object in a bucket."""
+    inner = file.file.inner if isinstance(file.file, KeptFile) else file.file
+    if isinstance(inner, LocalFile):
+        return Path(f"/proc/self/fd/{inner.descriptor}")
+    return io.BufferedReader(FileStream(file), _STREAM_BYTES)
 
 
-def _rebuild_v3(
-    storage: _StoragePlace, offset: int, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, flags: Any = None
-) -> TensorPlace | UnreadableTensor:
-    if flags:  # lazy conjugates or negatives
-        return UnreadableTensor(f"lazily {' and '.join(flags)}")
-    dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        return UnreadableTensor(dtype if isinstance(dtype, str) else type(dtype).__name__)
-    shape, stride, (offset,) = checked_sizes(shape), checked_sizes(stride), checked_sizes((offset,))
-    item, count = ITEM_BYTES[dtype], math.prod(shape)
-    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    first = storage.start + offset * item if count else storage.start  # the offset of an empty tensor is arbitrary
-    if count and first + (last + 1) * item > storage.end:
-        raise CorruptError(f"a tensor of shape {tuple(shape)} that reaches beyond its storage")
-    return TensorPlace(storage.file, first, dtype, shape, stride, storage.record)
-
-
-def _rebuild_type(function: Any, _type: Any, args: Any, _state: Any) -> Any:
-    if not isinstance(function, Call):
-        raise CorruptError("a tensor that is made by an unknown function")
-    return function(*args)
-
-
-_GLOBALS: dict[str, Any] = {
-    **PLAIN_GLOBALS,
-    **{f"builtins.{kind.__name__}": kind for kind in (int, float, str, dict, list, tuple)},
-    **{f"torch.{dtype}": dtype for dtype in ITEM_BYTES},
-    "torch._utils._rebuild_tensor": Call(_rebuild_v2),
-    "torch._utils._rebuild_tensor_v2": Call(_rebuild_v2),
-    "torch._utils._rebuild_tensor_v3": Call(_rebuild_v3),
-    "torch._utils._rebuild_parameter": Call(lambda data, *_rest: data),
-    "torch._utils._rebuild_parameter_with_state": Call(lambda data, *_rest: data),
-    "torch._tensor._rebuild_from_type_v2": Call(_rebuild_type),
-    "torch.Size": tuple,
-    "collections.defaultdict": Call(lambda *_factory: defaultdict()),
-    "copyreg._reconstructor": Call(lambda kind, *_rest: kind()),
-}
-
-
-def find_torch_name(full: str) -> Any:
-    """The stand-in for a global of torch's files; None if the table does not have it."""
-    module, _, name = full.rpartition(".")
-    if name in _STORAGES and module.partition(".")[0] == "torch":  # the module differs between versions of torch
-        return _STORAGES[name]
-    if full not in _GLOBALS and full.startswith("torch._utils._rebuild"):
-        return Call(lambda *_args: UnreadableTensor(name))
-    return _GLOBALS.get(full)
-
-
-_RULES = PickleRules(find_torch_name)
-
-
-def kind_of_leaf(leaf: Any) -> str:
-    """The type of a value in a torch file, also for stand-ins of objects, classes and functions."""
-    if isinstance(leaf, Passive) or (isinstance(leaf, type) and issubclass(leaf, Passive)):
-        return leaf.kind
-    return "function" if isinstance(leaf, Call) else type(leaf).__name__
-
-
-def holds_tensors(leaf: Any) -> bool:
-    """Whether the pickle passed tensors or storages to an object of an unknown class."""
-    stack, seen = [leaf], set()
-    while stack:
-        value = stack.pop()
-        if isinstance(value, (TensorPlace, UnreadableTensor, _StoragePlace)):
-            return True
-        if isinstance(value, Passive) and id(value) not in seen:
-            seen.add(id(value))
-            stack += [value.args, value.items, value.state]
-        elif isinstance(value, (dict, list, tuple, set, frozenset)) and id(value) not in seen:
-            seen.add(id(value))
-            stack += [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    return False
-
-
-def named_leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    """(dotted name, leaf) of nested dicts, lists and tuples, in order."""
-    stack: list[tuple[str, Any]] = [("", value)]
-    while stack:
-        name, one = stack.pop()
-        if not isinstance(one, (dict, list, tuple)):
-            yield name, one
-            continue
-        items = list(one.items()) if isinstance(one, dict) else list(enumerate(one))
-        stack += [(f"{name}.{key}" if name else str(key), part) for key, part in reversed(items)]
-
-
-_ARCHIVE = "archive"  # the folder of all records in files that we write
-_ENTRY_MAGIC, _SUM_MAGIC = b"PK\1\2", b"PK\7\10"  # signatures of an entry of the directory, and of a checksum
-_SUM = struct.Struct("<4sI")  # begins the bytes after a record, if it is not empty
-_LEGACY, _BARE = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", (b"\x80\x02}", b"\x80\x02c")  # how files begin
-
-
-class TorchFile(SpanFile):
-    """A SpanFile with tensors in any order of strides; those are converted to row-major order, one at a time."""
-
-    def __init__(self, specs: Mapping[str, Spec], stored: Mapping[str, TensorPlace], **more: Any) -> None:
-        spans = {name: [one.span] for name, one in stored.items()}
-        super().__init__(specs, spans, **more)
-        self.strided = {name: one for name, one in stored.items() if not one.is_row_major}
-        self.made: tuple[str | None, Tensor] = (None, torch.empty(0, device="cpu"))
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) in row-major order: 1-D, on the CPU."""
-        if name not in self.strided:
-            return super().read(name, start, stop)
-        if self.made[0] != name:
-            self.made = (None, torch.empty(0, device="cpu"))  # one at a time: the last is freed before the next is read
-            self.made = (name, row_major(self.strided[name]))
-        return self.made[1][start:stop]
-
-    def runs(self, name: str) -> list[ByteRun] | None:
-        return None if name in self.strided else super().runs(name)
-
-    def close(self) -> None:
-        self.made = (None, torch.empty(0, device="cpu"))
-
-
-def open_torch_file(file: RawFile) -> TorchFile:
-    """The tensors of a file written by `torch.save`, nested dicts and lists as dotted names; nothing in it is run.
-
-    Other values are listed in `skipped`, further names of a tensor in `ties`. Raises LoadError naming values that are
-    neither tensors nor plain data, and names that are not unique; CorruptError when the file is damaged.
-    """
-    return join_places(file, *split_tensors(_torch_contents(file), file.name))
-
-
-def join_places(file: RawFile, tensors: Mapping[str, TensorPlace], skipped: Sequence[str]) -> TorchFile:
-    """The tensors of an open file by name; further names of a tensor are ties.
-
-    Raises CorruptError if elements repeat more often than is plausible for the size of the file.
-    """
-    specs, kept, ties = {}, {}, {}
-    seen: dict[TensorPlace, str] = {}
-    for name, one in tensors.items():
-        first = seen.setdefault(one, name) if 0 not in one.shape else name
-        file.promise(one.repeated_bytes if first == name else 0, name)
-        if first == name:
-            specs[name], kept[name] = Spec(name, one.shape, one.dtype), one
-        else:
-            ties[name] = first
-    return TorchFile(specs, kept, ties=ties, skipped=skipped)
-
-
-def split_tensors(value: Any, source: str) -> tuple[dict[str, TensorPlace], list[str]]:
-    """The tensors of nested dicts and lists by dotted name, and descriptions of all other values.
-
-    Raises LoadError when two of them get one name, for tensor types that are not plain dense data, and for tensors
-    inside objects of unknown classes.
-    """
-    tensors: dict[str, TensorPlace] = {}
-    repeated, unreadable, skipped = [], [], []
-    for path, leaf in named_leaves(value):
-        name = "tensor" if leaf is value else path
-        if isinstance(leaf, TensorPlace):
-            repeated += [name] if name in tensors else []
-            tensors[name] = leaf
-        elif isinstance(leaf, UnreadableTensor):
-            unreadable.append(f"{name} ({leaf.kind})")
-        elif holds_tensors(leaf):
-            unreadable.append(f"{name} (tensors in an object of {kind_of_leaf(leaf)})")
-        else:
-            skipped.append(f"{name}: {kind_of_leaf(leaf)}")
-    if repeated:
+def _load_zip(source: Source, name: str, admits: Callable[[str], bool], *, mmap: bool) -> Any:
+    _rewind(source)
+    unknown = get_unsafe_globals_in_checkpoint(source)
+    refused = sorted(full_name for full_name in unknown if full_name not in _VALUES and not admits(full_name))
+    if refused:
         raise LoadError(
-            f"{source}: {listing(repeated, ', ')}: names of several tensors once nesting is written as dots"
+            f"{name}: refers to {listing(refused, ', ')}; expected tensors and plain data. "
+            "Nothing of it was run; save a state dict alone, or load it yourself if you trust it"
         )
-    if unreadable:
-        raise LoadError(
-            f"{source}: {listing(unreadable, ', ')}: expected plain dense tensors; save them so, or leave them out"
-        )
-    return tensors, skipped
+    return _load_safely(source, name, unknown, mmap=mmap)
 
 
-def is_torch_file(file: RawFile) -> bool:
-    """True when the file begins as torch's do: with a zip record or a pickle."""
-    head = bytes(file.bytes(0, min(16, file.size_bytes)))
-    return head.startswith(ZIP_MAGIC) or (head[:1] == b"\x80" and head[8:9] != b"{")  # as safetensors can begin
-
-
-def check_torch_written(file: RawFile, size_bytes: int) -> None:
-    """Raise TargetError unless the file that torch wrote has `size_bytes` and contains all its records."""
-    where = file.file.where
-    if file.size_bytes != size_bytes:
-        raise TargetError(
-            f"{where}: {file.size_bytes:,} bytes, torch wrote {size_bytes:,}; nothing is kept, check the disk"
-        )
+def _load_safely(source: Source, name: str, unknown: Iterable[str], *, mmap: bool) -> Any:
+    """The value that torch reads without running code; `unknown` are names that become values or stand-ins."""
+    accepted: list[Any] = [(kind, f"{kind.__module__}.{kind.__name__}") for kind in _NUMPY_TYPES]
+    for full_name in unknown:
+        value = _VALUES[full_name] if full_name in _VALUES else stand_in(full_name)
+        accepted.append((value, full_name))
+    _rewind(source)
     try:
-        with damaged_input(file.name):
-            archive = _TorchRecords(file, 0, file.size_bytes)
-            for name in archive.records:
-                archive.record(name)
-    except CorruptError as error:
-        raise TargetError(f"{where}: what torch wrote is not whole ({error}); nothing is kept") from error
+        with _ACCEPTED, safe_globals(accepted):
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    except UnpicklingError as error:
+        raise LoadError(
+            f"{name}: torch does not read it without running code ({_reason_of(error)}); save a state dict alone"
+        ) from error
+
+
+def _reason_of(error: UnpicklingError) -> str:
+    """What torch's reader met, without its advice to trust the file."""
+    met = error.__context__ or error  # torch puts its own message around that of its reader
+    return shown(met).partition(" Please use")[0]
+
+
+def _rewind(source: Source) -> None:
+    if not isinstance(source, Path):
+        source.seek(0)
+
+
+# Checksums
+
+
+def _check_archive(source: Source, name: str) -> None:
+    """Compare the checksums of all records but the storages. Raises LoadError for a program of TorchScript."""
+    with zipfile.ZipFile(source) as archive:
+        entries = archive.infolist()
+        if any(entry.filename.endswith("/constants.pkl") for entry in entries):
+            raise LoadError(f"{name}: a TorchScript program, expected saved tensors; save its state_dict() instead")
+        compressed = [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
+        if compressed:
+            raise CorruptError(
+                f"{name}: {listing(compressed, ', ')}: compressed, which torch never does; zip the files again with -0"
+            )
+        if _has_sums(entries):
+            _compare_records(archive, [entry for entry in entries if "/data/" not in entry.filename], name)
+
+
+def _compare_archive(source: Source, name: str) -> bool:
+    """Compare all checksums; False if there are none."""
+    with zipfile.ZipFile(source) as archive:
+        entries = archive.infolist()
+        if not _has_sums(entries):
+            return False
+        _compare_records(archive, entries, name)
+        return True
+
+
+def _has_sums(entries: Sequence[zipfile.ZipInfo]) -> bool:
+    return any(entry.CRC for entry in entries)  # torch can omit all of them
+
+
+def _compare_records(archive: zipfile.ZipFile, entries: Iterable[zipfile.ZipInfo], name: str) -> None:
+    """Read records to their end, at which zipfile compares their checksum."""
+    for entry in entries:
+        record = entry.filename.partition("/")[2]
+        try:
+            with archive.open(entry) as stream:
+                while stream.read(_BLOCK_BYTES):
+                    pass
+        except zipfile.BadZipFile as error:
+            raise CorruptError(
+                f"{name}: {record} is damaged (its checksum differs); use another copy of the file"
+            ) from error
 
 
 def check_sums(file: RawFile) -> None:
@@ -447,34 +221,239 @@ def check_sums(file: RawFile) -> None:
 def compare_sums(file: RawFile) -> bool:
     """Compare the records of a torch file with their checksums; False if it has none. Raises CorruptError."""
     with damaged_input(file.name):
+        file.check()
         if bytes(file.bytes(0, min(4, file.size_bytes))) != ZIP_MAGIC:
             return False
-        archive = ZipRecords(file)
-        for name in archive.records:
-            archive.record(name).compare()
-        return archive.has_sums
+        return _compare_archive(_source_of(file), file.name)
 
 
-def _torch_contents(file: RawFile) -> Any:
+# Values
+
+
+def kind_of_leaf(leaf: Any) -> str:
+    """The type of a value in a torch file, also for stand-ins."""
+    return leaf.kind if is_stand_in(leaf) else type(leaf).__name__
+
+
+def is_stand_in(leaf: Any) -> bool:
+    """Whether a value takes the place of an object, a class or a function."""
+    return isinstance(leaf, StandIn) or (isinstance(leaf, type) and issubclass(leaf, StandIn))
+
+
+def holds_tensors(leaf: Any) -> bool:
+    """Whether a value has tensors or storages in it, also as arguments of an object of an unknown class."""
+    stack, seen = [leaf], set()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, (Tensor, torch.TypedStorage, torch.UntypedStorage)):
+            return True
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, StandIn):
+            stack += [value.args, value.state]
+        elif isinstance(value, dict):
+            stack += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            stack += value
+    return False
+
+
+def named_leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    """(dotted name, leaf) of nested dicts, lists and tuples, in order. Raises CorruptError for too many levels."""
+    stack: list[tuple[str, Any, int]] = [("", value, 0)]
+    while stack:
+        name, part, level = stack.pop()
+        if not isinstance(part, (dict, list, tuple)):
+            yield name, part
+            continue
+        if level >= MOST_LEVELS:
+            raise CorruptError(f"{name[:60]}: over {MOST_LEVELS} levels deep, or it contains itself")
+        items = list(part.items()) if isinstance(part, dict) else list(enumerate(part))
+        for key, item in reversed(items):
+            stack.append((f"{name}.{key}" if name else str(key), item, level + 1))
+
+
+def identity_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What two tensors have in common that are one: memory, type, shape and strides."""
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def split_tensors(value: Any, source: str) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors of nested dicts and lists by dotted name, and descriptions of all other values.
+
+    Raises LoadError when two of them get one name, for tensors that are not plain dense data, and for tensors inside
+    objects of unknown classes.
+    """
+    tensors: dict[str, Tensor] = {}
+    repeated, unreadable, skipped = [], [], []
+    for path, leaf in named_leaves(value):
+        name = "tensor" if leaf is value else path
+        if isinstance(leaf, Tensor):
+            peculiarity = _peculiarity_of(leaf)
+            unreadable += [f"{name} ({peculiarity})"] if peculiarity else []
+            repeated += [name] if name in tensors else []
+            tensors[name] = leaf
+        elif holds_tensors(leaf):
+            unreadable.append(f"{name} (tensors in an object of {kind_of_leaf(leaf)})")
+        else:
+            skipped.append(f"{name}: {kind_of_leaf(leaf)}")
+    if repeated:
+        raise LoadError(
+            f"{source}: {listing(repeated, ', ')}: names of several tensors once nesting is written as dots"
+        )
+    if unreadable:
+        raise LoadError(
+            f"{source}: {listing(unreadable, ', ')}: expected plain dense tensors; save them so (`tensor.dequantize()` "
+            "for quantized ones), or leave them out"
+        )
+    return tensors, skipped
+
+
+def _peculiarity_of(tensor: Tensor) -> str:
+    """Why a tensor is not plain dense elements in memory; empty if it is."""
+    if type(tensor) not in PLAIN:
+        return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    if tensor.is_nested or tensor.is_quantized:
+        return "nested" if tensor.is_nested else "quantized"
+    if tensor.is_conj() or tensor.is_neg():
+        return "lazily conjugated or negated"
+    if tensor.device.type != "cpu":
+        return f"without elements, on the device {tensor.device}"
+    return "" if dtype_name(tensor.dtype) in ITEM_BYTES else str(tensor.dtype)
+
+
+class TorchFile:
+    """The tensors of an open torch file by name; a `TensorFile`.
+
+    Checksums are compared before the first read. Tensors in another order than row-major are copied, one at a time.
+    """
+
+    def __init__(self, file: RawFile, tensors: Mapping[str, Tensor], skipped: Sequence[str] = ()) -> None:
+        """`skipped`: "name: kind" of all other values. Further names of a tensor become `ties`.
+
+        Raises CorruptError if elements repeat more often than is plausible for the size of the file.
+        """
+        self.file, self.skipped = file, tuple(skipped)
+        self.specs: dict[str, Spec] = {}
+        self.ties: dict[str, str] = {}  # further name of a tensor -> its name
+        self.tensors: dict[str, Tensor] = {}
+        self._are_compared = False
+        self._copied: tuple[str | None, Tensor] = (None, torch.empty(0, device="cpu"))
+        names: dict[tuple[Any, ...], str] = {}
+        for name, tensor in tensors.items():
+            first = names.setdefault(identity_of(tensor), name) if tensor.numel() else name
+            if first != name:
+                self.ties[name] = first
+                continue
+            file.promise(max(0, tensor.nbytes - tensor.untyped_storage().nbytes()), name)
+            self.specs[name] = Spec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
+            self.tensors[name] = tensor.detach()
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Flat elements [start, stop) in row-major order: 1-D, on the CPU, mapped from the file or copied.
+
+        Raises CorruptError when a checksum differs, or the file has changed since it was opened.
+        """
+        if not self._are_compared:
+            compare_sums(self.file)
+            self._are_compared = True
+        self.file.check()
+        tensor = self.tensors[name]
+        if tensor.is_contiguous():
+            return tensor.view(-1)[start:stop]
+        if self._copied[0] != name:
+            self._copied = (None, torch.empty(0, device="cpu"))  # frees the last one before the next is copied
+            self._copied = (name, tensor.reshape(-1))
+        return self._copied[1][start:stop]
+
+    def close(self) -> None:
+        """Close the file. Tensors that were read stay valid."""
+        self.tensors = {}
+        self._copied = (None, torch.empty(0, device="cpu"))
+        self.file.close()
+
+
+def open_torch_file(file: RawFile) -> TorchFile:
+    """The tensors of a file written by `torch.save`, nested dicts and lists as dotted names; nothing in it is run.
+
+    Other values are listed in `skipped`, further names of a tensor in `ties`. Raises LoadError naming values that are
+    neither tensors nor plain data, and names that are not unique; CorruptError when the file is damaged.
+    """
+    local = local_copy(file)
+    return TorchFile(local, *split_tensors(load_torch_value(local), file.name))
+
+
+def local_copy(file: RawFile) -> RawFile:
+    """The file itself, or the open copy of an object in a bucket, which torch cannot map; its name is gone already."""
+    if file.can_map:
+        return file
+    with temporary_store() as scratch:
+        copy_object(file.file, scratch, file.name)
+        return RawFile(open_local_file(scratch.path(file.name)))
+
+
+def is_torch_file(file: RawFile) -> bool:
+    """True when the file begins as torch's do: with a zip record or a pickle."""
     head = bytes(file.bytes(0, min(16, file.size_bytes)))
-    if head.startswith(_BARE):
-        raise LoadError(f"{file.name}: a pickle, but none that torch.save wrote; save its tensors with torch.save")
-    return (load_torch_legacy if head.startswith(_LEGACY) else load_torch_zip)(file)
+    return head.startswith(ZIP_MAGIC) or (head[:1] == b"\x80" and head[8:9] != b"{")  # as safetensors can begin
 
 
-def row_major(one: TensorPlace) -> Tensor:
-    """All elements of a tensor, copied to row-major order, 1-D."""
-    data = one.span.read(0, one.span.numel, getattr(torch, one.dtype))
-    return torch.as_strided(data, one.shape, one.stride).clone(memory_format=torch.contiguous_format).view(-1)
+def load_torch_object(raw: RawFile, map_location: Any, mapped: bool, verify: bool) -> Any:
+    """The object in an open file, its tensors on `map_location`; if that is None and `mapped`, mapped from the file.
+
+    `verify` compares checksums. Raises CorruptError where the file is damaged or would run code.
+    """
+    if verify:
+        check_sums(raw)
+    with damaged_input(raw.name):
+        source = _source_of(raw)
+        is_zip = bytes(raw.bytes(0, min(4, raw.size_bytes))) == ZIP_MAGIC
+        if is_zip:
+            _check_archive(source, raw.name)
+        mapped = mapped and is_zip and map_location is None and isinstance(source, Path)
+        _rewind(source)
+        try:
+            return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
+        except UnpicklingError as error:
+            reason = _reason_of(error)
+            raise CorruptError(f"{raw.name}: torch cannot read it without running code ({reason})") from error
 
 
-def strided_tensor(one: TensorPlace) -> Tensor:
-    """A tensor with its stored strides; writes to it do not reach the file."""
-    data = one.file.tensor(one.start, one.span.numel, getattr(torch, one.dtype))
-    return torch.as_strided(data, one.shape, one.stride)
+def load_torch_values(file: RawFile, objects: Mapping[str, Callable[[StandIn], Any]] = MappingProxyType({})) -> Any:
+    """The object in an open file, its tensors mapped from it.
+
+    `objects`: functions that give the values of stand-ins, by the full names of their classes. Raises LoadError naming
+    other values that are neither tensors nor plain data, CorruptError when the file is damaged.
+    """
+    return _real_value(load_torch_value(file), file.name, objects)
+
+
+def _real_value(value: Any, name: str, objects: Mapping[str, Callable[[StandIn], Any]]) -> Any:
+    """`value`, at the path `name`, without stand-ins."""
+    if isinstance(value, dict):
+        kind = OrderedDict if isinstance(value, OrderedDict) else dict
+        return kind((key, _real_value(item, f"{name}: {key}", objects)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_real_value(item, f"{name}: {place}", objects) for place, item in enumerate(value))
+    if isinstance(value, StandIn) and value.kind in objects:
+        return objects[value.kind](value)
+    peculiarity = _peculiarity_of(value) if isinstance(value, Tensor) else ""
+    if is_stand_in(value) or peculiarity:
+        raise LoadError(
+            f"{name}: a {peculiarity or kind_of_leaf(value)}, expected tensors and plain data; nothing of it was run"
+        )
+    return value
 
 
 # Writing
+
+
+_ARCHIVE = "archive"  # the folder of all records in files that we write
+_ENTRY_MAGIC, _SUM_MAGIC = b"PK\1\2", b"PK\7\10"  # signatures of an entry of the directory, and of a checksum
+_SUM = struct.Struct("<4sI")  # begins the bytes after a record, if it is not empty
 
 
 @dataclass(frozen=True)
@@ -547,20 +526,25 @@ def lay_out_torch(
                 f"{path}: torch does not write it ({shown(error)}); set TMPDIR to another folder"
             ) from error
         with closing(RawFile(open_local_file(path), mapped=False)) as file:
-            archive = _TorchRecords(file, 0, file.size_bytes)
-            records = [archive.record(f"data/{index}") for index in range(len(specs))]
-            edges = [0, *(edge for record in records for edge in (record.start, record.end)), archive.directory_start]
+            spans, directory_start = _storage_spans(file, len(specs))
+            edges = [0, *(edge for span in spans for edge in span), directory_start]
             between = tuple(
                 bytes(file.bytes(low, high - low)) for low, high in zip(edges[::2], edges[1::2], strict=True)
             )
-            directory = bytes(file.bytes(edges[-1], file.size_bytes - edges[-1]))
+            directory = bytes(file.bytes(directory_start, file.size_bytes - directory_start))
             body = Spec("archive", (file.size_bytes,), "uint8")
-    starts = tuple(record.start for record in records)
+    starts = tuple(start for start, _ in spans)
     return TorchArchive(tuple(specs), starts, Layout(b"", (body,), (0,), body.size_bytes), between, directory)
 
 
-_STREAM_BYTES = 8 << 20  # read at a time from afar
-_MOST_AT_ONCE = 1 << 30  # bytes written in one call; Linux takes less than 2 GB
+def _storage_spans(file: RawFile, count: int) -> tuple[list[tuple[int, int]], int]:
+    """The bytes [start, stop) of the storages 0 to `count` - 1 in a file of torch, and the start of its directory."""
+    with zipfile.ZipFile(FileStream(file)) as archive:
+        entries = [archive.getinfo(f"{_ARCHIVE}/data/{index}") for index in range(count)]
+        return [record_span(file, entry) for entry in entries], archive.start_dir
+
+
+_MAX_BYTES_AT_ONCE = 1 << 30  # bytes written in one call; Linux takes less than 2 GB
 
 
 class _CountingStream:
@@ -581,7 +565,7 @@ class _CountingStream:
                 raise self.failure
             left = view
             while left:
-                left = left[self.stream.write(left[:_MOST_AT_ONCE]) or 0 :]
+                left = left[self.stream.write(left[:_MAX_BYTES_AT_ONCE]) or 0 :]
         except OSError as error:
             self.failure = self.failure or error
             raise
@@ -610,32 +594,22 @@ def save_torch_object(obj: Any, stage: Path) -> None:
         check_torch_written(written, file.size_bytes)
 
 
-def load_torch_object(raw: RawFile, map_location: Any, mapped: bool, verify: bool) -> Any:
-    """The object in an open file, its tensors on `map_location`; if that is None and `mapped`, mapped from the file.
-
-    `verify` compares checksums. Raises CorruptError where the file is damaged or would run code.
-    """
-    if verify:
-        check_sums(raw)
-    with suppress(LoadError):  # torch.load decides about unknown globals
-        _torch_contents(raw)  # refuses files on which torch's reader would never end or take unlimited memory
-    source: Any = io.BufferedReader(FileStream(raw), _STREAM_BYTES)
-    if isinstance(raw.file, LocalFile) and is_utf8(str(raw.file.path)):
-        source = raw.file.path  # torch can map a path, if it is UTF-8
-    mapped = mapped and map_location is None and isinstance(source, Path)
-    with damaged_input(raw.name):
-        try:
-            return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
-        except UnpicklingError as error:
-            reason = shown(error)
-            raise CorruptError(f"{raw.name}: torch cannot read it without running code ({reason})") from error
-        except RuntimeError as error:
-            if "mmap can only be used" not in str(error):
-                raise
-            return torch.load(source, map_location=map_location, weights_only=True)  # older than torch 1.6
+def check_torch_written(file: RawFile, size_bytes: int) -> None:
+    """Raise TargetError unless the file that torch wrote has `size_bytes` and contains all its records."""
+    where = file.file.where
+    if file.size_bytes != size_bytes:
+        raise TargetError(
+            f"{where}: {file.size_bytes:,} bytes, torch wrote {size_bytes:,}; nothing is kept, check the disk"
+        )
+    try:
+        with damaged_input(file.name), zipfile.ZipFile(FileStream(file)) as archive:
+            for entry in archive.infolist():
+                archive.open(entry).close()  # compares the entry with the head of its record
+    except CorruptError as error:
+        raise TargetError(f"{where}: what torch wrote is not whole ({error}); nothing is kept") from error
 
 
-_VALUES: tuple[type, ...] = (*SCALARS, torch.Size)
+_SAVED: tuple[type, ...] = (*SCALARS, torch.Size)
 _MAPPINGS, _SEQUENCES = (dict, OrderedDict, Counter), (list, tuple, set)
 
 
@@ -675,7 +649,7 @@ class _Outline:
 
     def bare_value(self, value: Any, place: str) -> Any:
         """`value` with None, or its extra attributes, for each tensor."""
-        if type(value) in _VALUES:
+        if type(value) in _SAVED:
             return value
         if isinstance(value, torch.Tensor):
             return self._bare_tensor(value, place)
@@ -700,7 +674,7 @@ class _Outline:
     def _bare_items(self, value: Any, place: str) -> Iterator[tuple[Any, Any]]:
         for key, each in value.items():
             where = f"{place}[{quoted_key(key)}]"
-            if type(key) in (*_VALUES, tuple):
+            if type(key) in (*_SAVED, tuple):
                 yield key, self.bare_value(each, where)
             else:
                 self._refuse_place(where, f"a key of type {type(key).__qualname__}")
@@ -716,65 +690,3 @@ class _Outline:
 
     def _refuse_place(self, place: str, what: str) -> None:
         self.refused.append(f"{place}: {what}")
-
-
-class _PickledArray:
-    """The state of a pickled numpy array, converted after the whole pickle is read."""
-
-    def __init__(self, *_made_as: Any) -> None:
-        self.state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def real_array(self) -> np.ndarray[Any, Any]:
-        """The array, of numbers or strings. Raises CorruptError when its bytes do not fit its shape."""
-        with damaged_input("a pickled array of numpy"):
-            _version, shape, dtype, is_fortran, data = self.state
-            flat = np.frombuffer(data, dtype.real_dtype())
-            native = np.dtype(flat.dtype.newbyteorder("=").str)  # as numpy itself would have made it
-            made: np.ndarray[Any, Any] = flat.reshape(shape, order="F" if is_fortran else "C").astype(native)
-        return made
-
-
-_ARRAYS = dict.fromkeys(("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"))
-
-
-def load_torch_values(
-    file: RawFile, *, places: bool = False, objects: Mapping[str, Callable[[Passive], Any]] = MappingProxyType({})
-) -> Any:
-    """The object in an open file, its tensors mapped from it; with `places` they stay `TensorPlace`.
-
-    `objects`: functions that give the values of stand-ins, by the full names of their classes. Raises LoadError naming
-    other values that are neither tensors nor plain data, CorruptError when the file is damaged.
-    """
-    return _real_value(load_torch_zip(file, rules=PickleRules(_find_with_arrays)), file.name, places, objects)
-
-
-def find_plain_value(full: str) -> Any:
-    """The value for a name: a plain value (type, device, numpy scalar), or else the result of `find_torch_name`."""
-    found = PLAIN_VALUES.get(full)
-    return find_torch_name(full) if found is None else found
-
-
-def _find_with_arrays(full: str) -> Any:
-    return Call(_PickledArray) if full in _ARRAYS else find_plain_value(full)
-
-
-def _real_value(value: Any, name: str, places: bool, objects: Mapping[str, Callable[[Passive], Any]]) -> Any:
-    """The value that `value`, at the path `name`, describes."""
-    if isinstance(value, TensorPlace):
-        return value if places else strided_tensor(value)
-    if isinstance(value, _PickledArray):
-        return value.real_array()
-    if isinstance(value, dict):
-        kind = OrderedDict if isinstance(value, OrderedDict) else dict
-        return kind((key, _real_value(one, f"{name}: {key}", places, objects)) for key, one in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(_real_value(one, f"{name}: {place}", places, objects) for place, one in enumerate(value))
-    if isinstance(value, Passive) and value.kind in objects:
-        return objects[value.kind](value)
-    if isinstance(value, (Passive, Call, UnreadableTensor, type)):
-        kind_name = value.kind if isinstance(value, UnreadableTensor) else kind_of_leaf(value)
-        raise LoadError(f"{name}: a {kind_name}, expected tensors and plain data; nothing of it was run")
-    return value

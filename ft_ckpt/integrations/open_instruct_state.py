@@ -20,7 +20,7 @@ import torch
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import LoadError, NotACheckpointError, damaged_input, listing
-from ft_ckpt.formats.pickles import Passive
+from ft_ckpt.formats.pickles import StandIn
 from ft_ckpt.formats.tensor_file import RawFile
 from ft_ckpt.formats.torch_file import compare_sums, load_torch_values
 from ft_ckpt.messages import warn
@@ -120,7 +120,7 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     for name in names[ranks.rank :: ranks.size]:
         _read_states(Path(folder, place.name, name), scaler, checked=True)
-    stored = _read_states(Path(folder, place.name, models[0]), scaler, places=True)
+    stored = _read_states(Path(folder, place.name, models[0]), scaler)
     optimizers = [name for name in names if name.endswith(_OPTIMIZER_STATES)]
     count, is_zero = engine.seq_dp_world_size, engine.zero_optimization()
     with damaged_input(models[0]):
@@ -185,13 +185,13 @@ def _restore_engine(engine: Any, folder: Path, tag: str) -> dict[str, Any]:
     return read
 
 
-def _read_states(path: Path, scaler: Any, *, checked: bool = False, places: bool = False) -> Any:
-    """The states in a file of DeepSpeed; `checked` compares its checksums. With it or `places`, tensors stay unloaded.
+def _read_states(path: Path, scaler: Any, *, checked: bool = False) -> Any:
+    """The states in a file of DeepSpeed; `checked` compares its checksums.
 
     A loss scaler in the file becomes a copy of `scaler` with the file's numbers.
     """
 
-    def stored_scaler(stored: Passive) -> Any:
+    def stored_scaler(stored: StandIn) -> Any:
         if scaler is None or stored.kind != f"{_SCALERS}.{type(scaler).__name__}":
             raise LoadError(f"{path}: a {stored.kind}, the engine has {type(scaler).__name__}; use the same precision")
         numbers = {key: stored.state[key] for key in vars(scaler) if type(stored.state.get(key)) in (int, float, bool)}
@@ -199,17 +199,17 @@ def _read_states(path: Path, scaler: Any, *, checked: bool = False, places: bool
         vars(made).update(vars(scaler) | numbers)
         return made
 
-    objects: dict[str, Callable[[Passive], Any]] = {
+    objects: dict[str, Callable[[StandIn], Any]] = {
         "deepspeed.runtime.zero.config.ZeroStageEnum": lambda stored: int(stored.args[0]),
         "deepspeed.utils.tensor_fragment.fragment_address": lambda _: None,  # only universal checkpoints need it
         f"{_SCALERS}.LossScaler": stored_scaler,
         f"{_SCALERS}.DynamicLossScaler": stored_scaler,
     }
     with closing(LocalStore(path.parent).open(path.name)) as file, damaged_input(str(path)):
-        raw = RawFile(file, mapped=False)
+        raw = RawFile(file)
         if checked:
             compare_sums(raw)
-        return load_torch_values(raw, places=places or checked, objects=objects)
+        return load_torch_values(raw, objects)
 
 
 def _restore_generators(stored: Mapping[str, Any], rank: int) -> Restored:

@@ -122,7 +122,6 @@ class ByteRun:
     file: Readable
     start: int
     size_bytes: int
-    watch: Callable[[int, memoryview], None] | None = None  # called with the offset and bytes of each part, in order
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,10 +201,7 @@ def read_ahead(
                 near = job.file if isinstance(job.file, LocalFile) else None
                 watch(job.start, memoryview(block)[: job.end - job.start], near)
             for run, start, end in job.runs:
-                part = ReadPart(run, start, address_of(block) + start - job.start, end - start, block)
-                if run.watch is not None:
-                    run.watch(start, part.content)
-                yield part
+                yield ReadPart(run, start, address_of(block) + start - job.start, end - start, block)
             keeper.leave_block(block)
             free.append(block)
 

@@ -23,10 +23,11 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import CheckpointError, LoadError, SelectionError, damaged_input, listing
+from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import TensorFile, TensorRecord
 from ft_ckpt.formats.pytree import encode_value
 from ft_ckpt.formats.tensor_file import MemoryFile, RawFile, RenamedFile
-from ft_ckpt.formats.torch_file import TensorPlace, compare_sums, join_places, load_torch_values, strided_tensor
+from ft_ckpt.formats.torch_file import TorchFile, compare_sums, load_torch_values
 from ft_ckpt.model.folder import JoinedFile, join_weight_files, weight_files
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.local_store import LocalStore
@@ -149,8 +150,8 @@ class _Contents:
         """Add an optimizer's state dict, with tensors as their places in the file."""
 
         def take_state(raw: RawFile) -> None:
-            described, tensors = _numbered_optimizer(load_torch_values(raw, places=True))
-            self.files.append((f"{name}/", join_places(raw, tensors, ())))
+            described, tensors = _numbered_optimizer(load_torch_values(raw))
+            self.files.append((f"{name}/", TorchFile(raw, tensors)))
             self.optimizers[name] = described
 
         self._try(name, file, take_state)
@@ -199,32 +200,28 @@ class _Contents:
             self.failed[name] = str(error)
 
 
-def _numbered_optimizer(state: Any) -> tuple[Document, dict[str, TensorPlace]]:
+def _numbered_optimizer(state: Any) -> tuple[Document, dict[str, torch.Tensor]]:
     """Groups and state by the numbers of the parameters, and the tensors by "number/key"."""
-    tensors: dict[str, TensorPlace] = {}
+    tensors: dict[str, torch.Tensor] = {}
     entries: Document = {}
     with damaged_input("the state dict of an optimizer"):
         for number, values in state["state"].items():
             entries[str(number)] = known = {}
             for key, value in values.items():
-                if isinstance(value, TensorPlace):
-                    known[key] = {"shape": list(value.shape), "dtype": value.dtype}
+                if isinstance(value, torch.Tensor):
+                    known[key] = {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
                     tensors[f"{number}/{key}"] = value
                 else:
                     known[key] = {"value": encode_value(value)}
         groups: list[Document] = []
         for group in state["param_groups"]:
-            plain = {key: _read_tensor(value) for key, value in group.items() if key != _MEMBERS}
+            plain = {key: value for key, value in group.items() if key != _MEMBERS}
             names = group.get(_MEMBERS)
             described = {"params": [str(number) for number in group["params"]], "values": settings_of(plain)}
             groups.append({**described, _MEMBERS: None if names is None else [str(name) for name in names]})
     # Steps of the optimizer: the highest count of a parameter; None if it keeps no count.
-    counts = [float(_read_tensor(values["step"])) for values in state["state"].values() if "step" in values]
+    counts = [float(values["step"]) for values in state["state"].values() if "step" in values]
     return {"groups": groups, "state": entries, "steps": int(max(counts)) if counts else None}, tensors
-
-
-def _read_tensor(value: Any) -> Any:
-    return strided_tensor(value) if isinstance(value, TensorPlace) else value
 
 
 def _generators_of(states: Mapping[str, Any]) -> rng.State:

@@ -414,7 +414,7 @@ def test_the_command_says_what_it_did(tmp_path, command):
 def test_a_file_is_shown_as_a_tree_without_reading_it(tmp_path, capsys, monkeypatch):
     shared = torch.ones(5)
     torch.save({"m": {"l.0": torch.ones(2, 3), "l.1": {"w": shared}}, "tied": shared, "n": 1}, tmp_path / "x.pt")
-    monkeypatch.setattr("ft_ckpt.formats.tensor_file.SpanFile.read", None)
+    monkeypatch.setattr("ft_ckpt.formats.torch_file.TorchFile.read", None)
     show_file(open_place(tmp_path / "x.pt"), as_json=False)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     head = next(place for place, line in enumerate(lines) if line[:1] == ["tensor"])

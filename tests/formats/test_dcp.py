@@ -1,6 +1,5 @@
 """Folders of torch.distributed.checkpoint, written by torch under real sharding, read without running their pickles."""
 
-import math
 import pickle
 import shutil
 
@@ -54,21 +53,6 @@ def test_any_slice_is_that_of_the_whole(written, case):
         for start, stop in [(0, 1), (1, 5), (spec.shape[-1] - 1 if spec.shape else 0, whole.numel()), (7, 7), (30, 75)]:
             stop = max(start, min(stop, whole.numel()))
             assert torch.equal(file.read(name, start, stop), whole[start:stop]), (name, start, stop)
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(shape=st.lists(st.integers(1, 5), max_size=4).map(tuple), data=st.data())
-def test_a_range_is_cut_into_boxes_that_are_runs_in_order(shape, data):
-    count = math.prod(shape)
-    start = data.draw(st.integers(0, count - 1))
-    stop = data.draw(st.integers(start + 1, count))
-    elements = torch.arange(count).view(shape)
-    found = []
-    for origin, extent in dcp._cut_range(start, stop, shape):
-        found.append(elements[tuple(slice(o, o + e) for o, e in zip(origin, extent, strict=True))].reshape(-1))
-        assert torch.equal(found[-1], torch.arange(int(found[-1][0]), int(found[-1][-1]) + 1))
-    assert torch.equal(torch.cat(found), torch.arange(start, stop))
-    assert len(found) <= 2 * max(len(shape), 1)
 
 
 TYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "int64", "bool", "float8_e4m3fn", "complex64")}

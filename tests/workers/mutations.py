@@ -331,7 +331,7 @@ def pickles(folder):
     data = [pickle.dumps(value, protocol) for value in values for protocol in (0, 2, 4)]
 
     def attempt(dice):
-        pickles_module.unpickle_plain(mutated(dice.choice(data), dice))
+        pickles_module.unpickle(mutated(dice.choice(data), dice), "data")
 
     return attempt
 
