@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ft_ckpt.config import SaverConfig
     from ft_ckpt.engines.export import export
     from ft_ckpt.engines.follow import PendingPublish
+    from ft_ckpt.engines.options import ServerOptions
     from ft_ckpt.engines.preflight import check_for
     from ft_ckpt.engines.publish import PublishReport, publish
     from ft_ckpt.model.average import average
@@ -63,6 +64,7 @@ __all__ = [
     "RestoreReport",
     "SaveReport",
     "SaverConfig",
+    "ServerOptions",
     "SyncReport",
     "Writer",
     "average",
@@ -105,6 +107,7 @@ _HOME = {
     "RestoreReport": "ft_ckpt.training.restore",
     "SaveReport": "ft_ckpt.saver",
     "SaverConfig": "ft_ckpt.config",
+    "ServerOptions": "ft_ckpt.engines.options",
     "SyncReport": "ft_ckpt.transfer.sync",
     "Writer": "ft_ckpt.writer",
     "average": "ft_ckpt.model.average",

@@ -99,7 +99,7 @@ class SaverConfig:
     """Replace a checkpoint of the same name in a bucket. The old one is deleted before the new one is complete. Also an
     argument of `save` and `save_state`."""
     publish: str | Sequence[str] | Mapping[str, Any] | None = field(default=None, repr=False)  # may have secret headers
-    """Inference servers to update after each save: a URL, a list, or a dict of arguments of `ft_ckpt.publish`. See
+    """Inference servers to update after each save: a URL, a list, or a dict of fields of `ServerOptions`. See
     docs/publish.md."""
     verify_resume: bool = True
     """Compare the digests of all files on a resume, most of them while they are read."""
@@ -394,9 +394,11 @@ def _is_template(template: str) -> bool:
 
 
 def _is_publish_goal(goal: Any) -> bool:
+    if isinstance(goal, Mapping) and not all(isinstance(name, str) for name in goal):
+        return False
     urls = goal.get("url") if isinstance(goal, Mapping) else goal
     many: Any = [urls] if isinstance(urls, str) else urls if isinstance(urls, Sequence) else ()
-    to_chain = isinstance(goal, Mapping) and goal.get("delta") is True  # `publish_goal` checks its URL
+    to_chain = isinstance(goal, Mapping) and goal.get("delta") is True  # `ServerOptions` checks its URL
     to_servers = not to_chain
     are_urls = (str(url).startswith(("http://", "https://")) == to_servers for url in many)
     is_known = not isinstance(goal, Mapping) or goal.get("after_resume", "resumed") in ("resumed", "published")
@@ -422,7 +424,7 @@ def _absolute_goal(goal: Any) -> Any:
 
 
 def _is_path(value: Any) -> TypeGuard[str | os.PathLike[str]]:
-    """Whether it may be a path; `publish_goal` refuses other values."""
+    """Whether it may be a path; `ServerOptions` refuses other values."""
     return isinstance(value, (str, os.PathLike)) and os.fspath(value) not in ("", b"")
 
 

@@ -19,8 +19,8 @@ from ft_ckpt.config import SaverConfig, SaverSettings, make_config, names_of, nu
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.fill import is_first_process
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
-from ft_ckpt.engines.follow import publish_goal
-from ft_ckpt.engines.publish import PublishArguments, PublishReport, publish_with
+from ft_ckpt.engines.options import ServerOptions, ServerSettings, server_options
+from ft_ckpt.engines.publish import PublishReport, publish
 from ft_ckpt.errors import ConfigError, is_number, listing
 from ft_ckpt.messages import LOG, announce
 from ft_ckpt.model.adapters import has_adapters
@@ -303,29 +303,29 @@ class CheckpointSaver(Generic[SaveResult]):
     def publish(
         self,
         model: nn.Module,
-        url: str | Sequence[str],
+        url: str | Sequence[str] | ServerOptions,
         path: str | Path | Place | None = None,
         *,
         adapter_only: bool | None = None,
         merged: Merged = False,
         step: int | None = None,
-        **options: Unpack[PublishArguments],
+        **settings: Unpack[ServerSettings],
     ) -> PublishReport | None:
         """Save `model` as `save` does, and publish it from rank 0 to the server at `url`, or to several; on every rank.
 
         Of a model with PEFT adapters the adapters are saved, unless `adapter_only` or `merged` says otherwise. A run
-        never prunes what is saved here. `options` are those of `ft_ckpt.publish`. Returns the report on rank 0, None on
-        the others.
+        never prunes what is saved here. `settings` are those of `ft_ckpt.publish`. Returns the report on rank 0, None
+        on the others.
 
         Raises what `save` and `ft_ckpt.publish` raise, RankError on the other ranks.
         """
-        goal = publish_goal({"url": url, **options})
+        options = server_options(url, settings)
         alone = not merged and has_adapters(model_inside(model)) if adapter_only is None else adapter_only
         saved = self.save(model, path, adapter_only=alone, merged=merged, step=step, background=False)
         place = (saved.result() if isinstance(saved, PendingSave) else saved).place
         ranks = self._current_ranks()
         report: PublishReport | None
-        report, error = ranks.attempt(lambda: publish_with(place, *goal) if ranks.is_main else None)
+        report, error = ranks.attempt(lambda: publish(place, options) if ranks.is_main else None)
         ranks.agree("saver.publish()", error=error)
         if report is not None:
             self._run.published = report.version

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.cli import views
@@ -16,69 +16,15 @@ if TYPE_CHECKING:
     from ft_ckpt.engines.publish import PublishReport
 
 _ENGINES = ("vllm", "sglang")
-_IN_FLIGHT = ("wait", "keep", "abort")
 
 
 def add_publish(parser: ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint: a path or URL; with --follow, a run.")
     parser.add_argument(
-        "urls", metavar="URL", nargs="+",
+        "url", metavar="URL", nargs="+",
         help="Address of a server, as in http://127.0.0.1:8000; with --delta, the folder or URL of a chain of deltas.",
     )  # fmt: skip
-    parser.add_argument(
-        "--name",
-        help="Name of the adapter on the servers (default: that of the run's folder).",
-    )
-    parser.add_argument("--version", help="Name of the version (default: from step and manifest).")
-    kinds = ("auto", "adapter", "weights")
-    parser.add_argument(
-        "--as",
-        type=one_of(*kinds),
-        metavar="|".join(kinds),
-        default="auto",
-        dest="kind",
-        help="What to publish (default: auto).",
-    )
-    parser.add_argument("--part", metavar="NAME", help="Part of the checkpoint to publish.")
-    parser.add_argument(
-        "--visible-at", action="append", metavar="LOCAL=SERVER", default=[],
-        help="The servers see the folder LOCAL at the path SERVER; may be repeated.",
-    )  # fmt: skip
-    parser.add_argument("--stage", metavar="FOLDER", help="Folder that the servers see, for a checkpoint in a bucket.")
-    parser.add_argument(
-        "--keep",
-        type=bounded(int, 0),
-        default=2,
-        metavar="N",
-        help="Number of older versions of an adapter to keep loaded (default: 2).",
-    )
-    parser.add_argument(
-        "--in-flight", type=one_of(*_IN_FLIGHT), metavar="|".join(_IN_FLIGHT), default="wait",
-        help="What happens to running requests while weights are replaced (default: wait).",
-    )  # fmt: skip
-    parser.add_argument(
-        "--check", type=one_of("all", "listed"), metavar="all|listed", default="all",
-        help="all: compare digests and answers; listed: only ask whether it is loaded (default: all).",
-    )  # fmt: skip
-    parser.add_argument(
-        "--base", help="Base of the adapter: also compare the answers with those of transformers and PEFT."
-    )
-    parser.add_argument(
-        "--header", action="append", metavar="NAME=VALUE", default=[],
-        help="Header of each request. For a bearer token, set FT_CKPT_ENGINE_TOKEN instead.",
-    )  # fmt: skip
-    parser.add_argument(
-        "--timeout",
-        type=bounded(float, 0.1),
-        default=300.0,
-        metavar="SECONDS",
-        help="Timeout of a request (default: 300).",
-    )
-    parser.add_argument("--delta", action="store_true", help="Append the changed elements to a chain of deltas.")
-    parser.add_argument(
-        "--anchor-every", type=bounded(int, 1), default=10, metavar="N",
-        help="With --delta: write all elements in every Nth entry (default: 10).",
-    )  # fmt: skip
+    _add_server_options(parser)
     parser.add_argument(
         "--follow", action="store_true", help="Publish each new checkpoint of a run until SIGINT or SIGTERM."
     )
@@ -90,6 +36,54 @@ def add_publish(parser: ArgumentParser) -> None:
     )
     add_json(parser)
     parser.set_defaults(run=_publish)
+
+
+def _add_server_options(parser: ArgumentParser) -> None:
+    """Declare the fields of `ServerOptions`, by their names; those that are not given keep their defaults."""
+
+    def add(flag: str, **declaration: Any) -> None:
+        parser.add_argument(flag, default=SUPPRESS, **declaration)
+
+    add("--name", help="Name of the adapter on the servers (default: that of the run's folder).")
+    add("--version", help="Name of the version (default: from step and manifest).")
+    add("--as", **_choice_of("auto", "adapter", "weights"), dest="kind", help="What to publish (default: auto).")
+    add("--part", metavar="NAME", help="Part of the checkpoint to publish.")
+    add(
+        "--visible-at", action="append", metavar="LOCAL=SERVER",
+        help="The servers see the folder LOCAL at the path SERVER; may be repeated.",
+    )  # fmt: skip
+    add("--stage", metavar="FOLDER", help="Folder that the servers see, for a checkpoint in a bucket.")
+    add(
+        "--keep", type=bounded(int, 0), metavar="N",
+        help="Number of older versions of an adapter to keep loaded (default: 2).",
+    )  # fmt: skip
+    add(
+        "--in-flight", **_choice_of("wait", "keep", "abort"),
+        help="What happens to running requests while weights are replaced (default: wait).",
+    )  # fmt: skip
+    add(
+        "--check", **_choice_of("all", "listed"),
+        help="all: compare digests and answers; listed: only ask whether it is loaded (default: all).",
+    )  # fmt: skip
+    add("--base", help="Base of the adapter: also compare the answers with those of transformers and PEFT.")
+    add(
+        "--header", action="append", metavar="NAME=VALUE", dest="headers",
+        help="Header of each request. For a bearer token, set FT_CKPT_ENGINE_TOKEN instead.",
+    )  # fmt: skip
+    add(
+        "--timeout", type=bounded(float, 0.1), metavar="SECONDS", dest="timeout_seconds",
+        help="Timeout of a request (default: 300).",
+    )  # fmt: skip
+    add("--delta", action="store_true", help="Append the changed elements to a chain of deltas.")
+    add(
+        "--anchor-every", type=bounded(int, 1), metavar="N",
+        help="With --delta: write all elements in every Nth entry (default: 10).",
+    )  # fmt: skip
+
+
+def _choice_of(*choices: str) -> dict[str, Any]:
+    """The declaration of an argument that is one of `choices`."""
+    return {"type": one_of(*choices), "metavar": "|".join(choices)}
 
 
 def _pairs(option: str, given: list[str]) -> dict[str, str]:
@@ -105,20 +99,19 @@ def _publish(options: Namespace) -> None:
     checkpoint is appended to a chain of deltas, from which other machines rebuild it.
     """
     from ft_ckpt.engines.follow import follow_run
-    from ft_ckpt.engines.options import PublishOptions, stage_folder
-    from ft_ckpt.engines.publish import publish_with
+    from ft_ckpt.engines.options import ServerOptions, ServerSettings
+    from ft_ckpt.engines.publish import publish
 
-    how = PublishOptions(
-        name=options.name, version=options.version, kind=options.kind, part=options.part,
-        stage=stage_folder(options.stage), visible_at=_pairs("--visible-at", options.visible_at), keep=options.keep,
-        in_flight=options.in_flight, check=options.check, base=options.base, timeout_seconds=options.timeout,
-        headers=_pairs("--header", options.header), delta=options.delta, anchor_every=options.anchor_every,
-    )  # fmt: skip
+    settings = {name: value for name, value in vars(options).items() if name in ServerSettings.__annotations__}
+    for name, flag in (("visible_at", "--visible-at"), ("headers", "--header")):
+        if name in settings:
+            settings[name] = _pairs(flag, settings[name])
+    server_options = ServerOptions(url=options.url, **settings)
     if not options.follow:
-        _print_report(publish_with(options.checkpoint, options.urls, how), as_json=options.as_json)
+        _print_report(publish(options.checkpoint, server_options), as_json=options.as_json)
         return
     follow_run(
-        followed_run(options.checkpoint), options.urls, how, idle_seconds=options.idle,
+        followed_run(options.checkpoint), server_options, idle_seconds=options.idle,
         on_published=lambda report: _print_report(report, as_json=options.as_json), on_trouble=_print_trouble,
     )  # fmt: skip
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import views
-from ft_ckpt.cli.files import print_conversion, refuse_existing
 from ft_ckpt.cli.options import add_dry_run, add_force, add_json, print_lines, print_path
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, listing
@@ -56,7 +55,6 @@ def add_pull(parser: ArgumentParser) -> None:
         "url", metavar="URL", help="hf://user/name[@revision][/folder], a place in a bucket, or the path of a delta."
     )
     parser.add_argument("folder", metavar="FOLDER", nargs="?", help="Folder to write to (default: the cache).")
-    parser.add_argument("--base", help="Model with the configs, for a delta that TRL wrote.")
     add_force(parser)
     add_json(parser)
     parser.set_defaults(run=_pull)
@@ -68,15 +66,6 @@ def _pull(options: Namespace) -> None:
     (FT_CKPT_CACHE, or ft_ckpt in HF_HOME), and its path is printed.
     """
     url, folder = options.url, options.folder
-    if options.base is not None:
-        if folder is None:
-            raise ConfigError("--base: expected a FOLDER to write, too")
-        refuse_existing(folder, options.force)
-        from ft_ckpt.engines.foreign import rebuild_foreign
-
-        rebuilt = rebuild_foreign(url, folder, options.base, overwrite=options.force)
-        print_conversion(url, rebuilt, False, as_json=options.as_json)
-        return
     from ft_ckpt.transfer.push import pull
 
     place = open_place(url) if "://" not in url else None

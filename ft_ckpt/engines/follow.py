@@ -1,48 +1,21 @@
 """Publishes the checkpoints of a run when they are committed: from the training process, or from one that watches."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, in_run_order
 from ft_ckpt.checkpoint.follow import POLL_SECONDS, Follower, key_of
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
-from ft_ckpt.engines.client import Client
-from ft_ckpt.engines.options import PublishOptions, stage_folder, urls_in
-from ft_ckpt.engines.publish import PublishReport, publish_with
+from ft_ckpt.engines.options import ServerOptions
+from ft_ckpt.engines.publish import PublishReport, publish
 from ft_ckpt.engines.servers import connect
 from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, UnreadableError, listing
-from ft_ckpt.messages import LOG, did_you_mean, warn
+from ft_ckpt.messages import LOG, warn
 from ft_ckpt.storage.place import Place, location_name, open_place
 from ft_ckpt.transfer.push import PushQueue
-
-
-def publish_goal(given: str | Sequence[str] | Mapping[str, Any]) -> tuple[list[str], PublishOptions]:
-    """The URLs and options in a setting: one URL, several, or a mapping of `url` and other arguments of `publish`.
-
-    Raises ConfigError for anything else.
-    """
-    options: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"url": given}
-    url = options.pop("url", None)
-    urls = [] if url is None else urls_in(url)
-    if not urls:
-        raise ConfigError("publish: no url; expected the address of a server, or several")
-    allowed = ["url", *PublishOptions.__dataclass_fields__]
-    unknown = [str(name) for name in options if name not in allowed]
-    if unknown:
-        advice = did_you_mean(unknown, allowed) or f"expected some of {', '.join(allowed)}"
-        raise ConfigError(f"publish: {', '.join(unknown)}: not an argument of it; {advice}")
-    for name in ("headers", "visible_at"):
-        if options.get(name, "") is None:
-            del options[name]
-    if "stage" in options:
-        options["stage"] = stage_folder(options["stage"])
-    found = PublishOptions(**options)
-    found.check_urls(urls)
-    return urls, found
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,14 +49,14 @@ class PendingPublish:
 class Publisher:
     """Publishes in the background, one checkpoint at a time; of several that wait, only the newest."""
 
-    def __init__(self, urls: Sequence[str], options: PublishOptions, after_resume: str = "resumed") -> None:
-        self.urls, self.options, self.after_resume = tuple(urls), options, after_resume
+    def __init__(self, options: ServerOptions, after_resume: str = "resumed") -> None:
+        self.options, self.after_resume = options, after_resume
         self.version: str | None = None  # of the last publish
         self._queue, self._pending = PushQueue(), list[PendingPublish]()
 
     def begin(self, place: Place) -> PendingPublish:
         """Publish the checkpoint at `place`, leased from now on. An error is a warning, and raised by the handle."""
-        pending = PendingPublish(place.location, self.urls, Future())
+        pending = PendingPublish(place.location, self.options.url, Future())
         stack = ExitStack()
         try:
             stack.enter_context(open_checkpoint(place, compares=False))
@@ -97,9 +70,9 @@ class Publisher:
             try:
                 with stack:
                     if self._pending[-1] is pending:
-                        report = publish_with(place, self.urls, self.options)
+                        report = publish(place, self.options)
                         self.version = report.version
-                        LOG.info("published %s as %s to %s", pending.path, report.version, ", ".join(self.urls))
+                        LOG.info("published %s as %s to %s", pending.path, report.version, ", ".join(self.options.url))
             except BaseException as error:  # noqa: BLE001 - raised from the handle
                 self._end_failed(pending, error)
             else:
@@ -112,7 +85,7 @@ class Publisher:
         """Wait for all publishes if `wait_for`; warn of those not ended, which continue until the process ends."""
         left = [pending for pending in self._pending if not pending.done]
         if wait_for and left:
-            LOG.info("waiting until %s is published to %s", location_name(left[-1].path), ", ".join(self.urls))
+            LOG.info("waiting until %s is published to %s", location_name(left[-1].path), ", ".join(self.options.url))
             try:
                 wait([pending.future for pending in left])
             finally:
@@ -131,8 +104,7 @@ class Publisher:
 
 @dataclass(eq=False)
 class _PublishingFollower(Follower):
-    urls: Sequence[str]
-    options: PublishOptions
+    options: ServerOptions
     on_published: Callable[[PublishReport], object]
     published: int = 0
     newest: CheckpointInfo | None = None  # of those that were published
@@ -147,7 +119,7 @@ class _PublishingFollower(Follower):
             return
         info = waiting[-1]
         try:
-            report = publish_with(info.place, self.urls, self.options)
+            report = publish(info.place, self.options)
         except (TargetError, UnreadableError) as error:
             self.retry(info, error, counts=self.all_answer())
         except ConfigError as error:
@@ -167,8 +139,8 @@ class _PublishingFollower(Follower):
 
     def all_answer(self) -> bool:
         try:
-            for url in () if self.options.delta else self.urls:
-                connect(Client(url, self.options.headers, self.options.timeout_seconds))
+            for client in () if self.options.delta else self.options.clients():
+                connect(client)
         except CheckpointError:
             return False
         return True
@@ -176,8 +148,7 @@ class _PublishingFollower(Follower):
 
 def follow_run(
     run: str | Path | Place,
-    urls: Sequence[str],
-    options: PublishOptions,
+    options: ServerOptions,
     *,
     idle_seconds: float | None = None,
     poll_seconds: float = POLL_SECONDS,
@@ -194,6 +165,6 @@ def follow_run(
     Raises ConfigError for invalid options and, until one publish has succeeded, for unsupported servers. After
     `idle_seconds` it raises the newest error since the last publish, if there is one.
     """
-    follower = _PublishingFollower(open_place(run).absolute, on_trouble, urls, options, on_published)
+    follower = _PublishingFollower(open_place(run).absolute, on_trouble, options, on_published)
     follower.follow(idle_seconds, poll_seconds)
     return follower.published

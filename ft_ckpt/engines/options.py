@@ -1,4 +1,4 @@
-"""The arguments of `publish`: all are checked where they are given, and none is sent before."""
+"""The options of `publish`: all are checked when they are made, before anything is sent."""
 
 import math
 import os
@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from typing_extensions import Self, Unpack
 
 from ft_ckpt.engines.client import Client
-from ft_ckpt.errors import ConfigError, Rule, check_settings, is_number, listing
+from ft_ckpt.errors import ConfigError, Rule, check_settings, is_number, listing, refuse_unknown_fields
 from ft_ckpt.storage.place import Place, is_url
 
 _KINDS = ("auto", "adapter", "weights")
@@ -20,36 +22,89 @@ _MAX_TIMEOUT_SECONDS = 30 * 24 * 3600.0  # timers take no more than some centuri
 _OF_CHAINS = ("delta", "anchor_every")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublishOptions:
-    """The arguments of `publish` beside checkpoint and URLs. Raises ConfigError naming all invalid ones."""
+class ServerSettings(TypedDict, total=False):
+    """The fields of `ServerOptions` but `url` as type checkers and editors see them in keywords."""
 
+    name: str | None
+    version: str | None
+    kind: Literal["auto", "adapter", "weights"]
+    part: str | None
+    visible_at: Mapping[str, str] | None
+    stage: str | os.PathLike[str] | None
+    keep: int
+    in_flight: Literal["wait", "keep", "abort"]
+    check: Literal["all", "listed"]
+    base: Any
+    headers: Mapping[str, str] | None
+    timeout_seconds: float
+    delta: bool
+    anchor_every: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Where `publish` publishes a checkpoint, and how: its keywords, also those of `CheckpointSaver.publish`, of the
+    setting `publish` and of `ft-ckpt publish`. Raises ConfigError naming all invalid ones.
+    """
+
+    url: tuple[str, ...] = ()
+    """The addresses of one server or of several; with `delta`, one chain. The constructor takes one as text, too."""
     name: str | None = None
+    """The name of an adapter on the servers; None: that of the run's folder, with the part if there are several."""
     version: str | None = None
-    kind: str = "auto"
+    """The name of the version; None: from the step and the manifest. It is not loaded again under its name."""
+    kind: Literal["auto", "adapter", "weights"] = "auto"
+    """What to publish of the checkpoint; "auto": what its parts are."""
     part: str | None = None
+    """The name of the part to publish, of several."""
     visible_at: Mapping[str, str] = field(default_factory=dict)
+    """The paths at which the servers see folders of this machine, as in {"/mnt/runs": "/data/runs"}."""
     stage: Path | None = None
+    """A folder that servers see, for checkpoints that are pulled from a bucket or rebuilt from a chain (None: the
+    cache), and for exports of adapters that the engine would misread (None: such adapters are refused)."""
     keep: int = 2
-    in_flight: str = "wait"
-    check: str = "all"
+    """How many older versions of an adapter stay loaded, at least 0."""
+    in_flight: Literal["wait", "keep", "abort"] = "wait"
+    """What becomes of running requests while weights are replaced: wait for their end, keep or abort them."""
+    check: Literal["all", "listed"] = "all"
+    """"listed": ask whether the checkpoint is loaded, and compare neither digests nor answers."""
     base: Any = None
+    """The base model of an adapter, or its path or name: answers are also compared with transformers and PEFT."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Sent with each request. Without Authorization, FT_CKPT_ENGINE_TOKEN is sent as a bearer token."""
     timeout_seconds: float = 300.0
+    """The time limit of one request, from 0.001 s to 30 days."""
     delta: bool = False
+    """Append the checkpoint to the chain of deltas at `url`, a folder or the URL of one in a bucket."""
     anchor_every: int = 10
+    """How often an entry of a chain holds the whole checkpoint, in entries, at least 1."""
+
+    if TYPE_CHECKING:  # the constructor accepts more than the fields hold: one URL as text, None for a mapping
+
+        def __init__(self, *, url: str | Sequence[str], **settings: Unpack[ServerSettings]) -> None: ...
+
+    def __new__(cls, *values: Any, **settings: Any) -> Self:
+        refuse_unknown_fields(cls, values, settings)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        for name, meant in (("url", _urls_in), ("stage", _folder_of), ("visible_at", _mapping), ("headers", _mapping)):
+            object.__setattr__(self, name, meant(getattr(self, name)))
         check_settings(self, _RULES)
         if not _is_header_map(self.headers):
             raise ConfigError("headers: expected names with values, all text")  # without them: they may be tokens
         object.__setattr__(self, "timeout_seconds", float(self.timeout_seconds))
         self._check_chain()
+        self._check_urls()
+
+    def clients(self) -> list[Client]:
+        """A client of each server. Raises ConfigError for an address, a header or a token that cannot be sent."""
+        return [Client(url, self.headers, self.timeout_seconds) for url in self.url]
 
     def _check_chain(self) -> None:
-        """Raise ConfigError for arguments of servers that come with `delta`, and of chains that come without it."""
-        plain = {each.name: each.default for each in fields(self) if each.default is not MISSING}
-        changed = {name for name, default in plain.items() if getattr(self, name) != default}
+        """Raise ConfigError for options of servers that come with `delta`, and of chains that come without it."""
+        defaults = {each.name: each.default for each in fields(self) if each.default is not MISSING}
+        changed = {name for name, default in defaults.items() if getattr(self, name) != default} - {"url"}
         if self.delta:
             wrong, reason = sorted(changed - {*_OF_CHAINS}), "of servers; a chain (delta=True) has no such"
         else:
@@ -57,33 +112,44 @@ class PublishOptions:
         if wrong:
             raise ConfigError(f"{listing(wrong, ', ')}: {reason}")
 
-    def check_urls(self, urls: Sequence[str]) -> None:
+    def _check_urls(self) -> None:
         """Raise ConfigError for invalid or repeated URLs, a chain without `delta`, a server or two chains with it."""
-        if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
-            raise ConfigError(f"{', '.join(urls) or 'no URL'}: expected one or more servers, each once")
-        for url in urls:
-            is_server = url.partition("://")[0].lower() in ("http", "https")
-            if self.delta and is_server:
+        distinct = {url.rstrip("/") for url in self.url}
+        if not distinct or len(distinct) < len(self.url):
+            raise ConfigError(f"{', '.join(self.url) or 'no url'}: expected one or more servers, each once")
+        if not self.delta:
+            self.clients()
+            return
+        for url in self.url:
+            if url.partition("://")[0].lower() in ("http", "https"):
                 raise ConfigError(
                     f"{url}: delta=True appends to a chain, expected a folder or a bucket; a server gets an entry of "
                     "the chain by another publish, with stage="
                 )
-            if not self.delta:
-                Client(url, self.headers, self.timeout_seconds)
-        if self.delta and len(urls) > 1:
-            raise ConfigError(f"{', '.join(urls)}: expected one chain")
+        if len(self.url) > 1:
+            raise ConfigError(f"{', '.join(self.url)}: expected one chain")
 
 
-def urls_in(url: str | Iterable[str]) -> list[str]:
+def server_options(url: str | Sequence[str] | ServerOptions, settings: Mapping[str, Any]) -> ServerOptions:
+    """The options given as an object, or as URLs and keywords, not both. Raises ConfigError."""
+    if not isinstance(url, ServerOptions):
+        return ServerOptions(url=url, **settings)
+    if settings:
+        raise ConfigError(f"ServerOptions and {', '.join(sorted(settings))}= were both given; use one of the two ways")
+    return url
+
+
+def _urls_in(url: Any) -> tuple[str, ...]:
     """The URLs in an argument: one, or several. Raises ConfigError for anything but text."""
     is_group = isinstance(url, Iterable) and not isinstance(url, (str, bytes, Mapping))
-    urls: list[Any] = list(url) if is_group else [url]
-    if wrong := [text for text in urls if not _is_text(text)]:
-        raise ConfigError(f"url={wrong[0]!r}: expected the address of a server or a chain as text, or several")
+    urls: tuple[Any, ...] = tuple(url) if is_group else (url,)
+    for text in urls:
+        if not _is_text(text):
+            raise ConfigError(f"url={text!r}: expected the address of a server or a chain as text, or several")
     return urls
 
 
-def stage_folder(stage: str | os.PathLike[str] | None) -> Path | None:
+def _folder_of(stage: Any) -> Path | None:
     """The folder in the argument `stage`. Raises ConfigError for anything but a local folder or None."""
     if stage is None:
         return None
@@ -91,6 +157,10 @@ def stage_folder(stage: str | os.PathLike[str] | None) -> Path | None:
     if not _is_path(text):
         raise ConfigError(f"stage={stage!r}: expected a folder of this machine, or None")
     return Path(text)
+
+
+def _mapping(value: Any) -> Any:
+    return {} if value is None else value
 
 
 def _is_text(value: Any) -> bool:
@@ -129,7 +199,6 @@ _RULES: list[Rule] = [
     _one_of("kind", _KINDS),
     ("part", lambda part: part is None or isinstance(part, str), "the name of a part, or None"),
     ("visible_at", _is_map_of_folders, "folders of this machine with their paths on the servers"),
-    ("stage", lambda stage: stage is None or isinstance(stage, Path), "a Path, or None"),
     ("keep", lambda keep: is_number(keep, 0, whole=True), "a number of older versions, at least 0"),
     _one_of("in_flight", _IN_FLIGHT),
     _one_of("check", _CHECKS),

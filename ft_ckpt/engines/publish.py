@@ -19,15 +19,16 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import Unpack
 
 from ft_ckpt.checkpoint.catalog import is_delta
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
-from ft_ckpt.engines.client import Client
 from ft_ckpt.engines.expected import Comparison, PackedLayer, compare_digests, is_known, is_unreported, packed_layers
 from ft_ckpt.engines.export import export
-from ft_ckpt.engines.options import PublishOptions, stage_folder, urls_in
+from ft_ckpt.engines.options import ServerOptions, ServerSettings, server_options
 from ft_ckpt.engines.preflight import compare_base, compare_configs, findings, needs_export
 from ft_ckpt.engines.servers import Server, connect, probe
 from ft_ckpt.errors import (
@@ -98,66 +99,25 @@ class PublishReport:
     """From the call to the last answer."""
 
 
-class PublishArguments(TypedDict, total=False):
-    """The keywords of `publish` as type checkers see them in `CheckpointSaver.publish`."""
-
-    name: str | None
-    version: str | None
-    kind: str
-    part: str | None
-    visible_at: Mapping[str, str] | None
-    stage: str | Path | None
-    keep: int
-    in_flight: str
-    check: str
-    base: Any
-    headers: Mapping[str, str] | None
-    timeout_seconds: float
-    delta: bool
-    anchor_every: int
-
-
 def publish(
     checkpoint: str | Path | Place,
-    url: str | Sequence[str],
-    *,
-    name: str | None = None,
-    version: str | None = None,
-    kind: str = "auto",
-    part: str | None = None,
-    visible_at: Mapping[str, str] | None = None,
-    stage: str | Path | None = None,
-    keep: int = 2,
-    in_flight: str = "wait",
-    check: str = "all",
-    base: Any = None,
-    headers: Mapping[str, str] | None = None,
-    timeout_seconds: float = 300.0,
-    delta: bool = False,
-    anchor_every: int = 10,
+    url: str | Sequence[str] | ServerOptions,
+    **settings: Unpack[ServerSettings],
 ) -> PublishReport:
     """Load the committed `checkpoint` into the running server at `url`, or into several, and prove that they hold it.
 
     Supports vLLM, SGLang, and servers with SGLang's endpoints. On return, all servers hold the checkpoint; after a
     failure each is restored to its previous state, and the error says what it holds now. The digests of all files are
-    compared first, and the checkpoint is leased until the servers have answered.
+    compared first, and the checkpoint is leased until the servers have answered. `settings` are the fields of
+    `ServerOptions`, which may be given in place of `url` and them.
 
-    An adapter is loaded as `name`@`version`, by default the run's folder (with the part, if the checkpoint has several
-    adapters), the step and the head of the manifest's digest, as in "policy@500-3fa9c1d2", and never loaded again under
-    a name. It is refused beforehand if the engine
-    would drop or misread part of it. Then the server must list it, and its answers to three prompts must differ from
-    the base's; with `base` (the base model, as in `load_model`) they must also match those of transformers and PEFT.
-    Of older versions under `name`, the `keep` newest stay loaded.
+    An adapter is loaded as `name`@`version`, as in "policy@500-3fa9c1d2", and never loaded again under a name. It is
+    refused beforehand if the engine would drop or misread part of it. Then the server must list it, and its answers to
+    three prompts must differ from the base's; with `base` they must also match those of transformers and PEFT. Of
+    older versions under `name`, the `keep` newest stay loaded.
 
-    Full weights are loaded in place: the server is paused (requests `in_flight`: "wait" for their end, "keep" them, or
-    "abort"), reads the files, drops its caches, reports the SHA-256 of its parameters, which are compared with those of
-    the files, and resumes. `check`="listed" skips the comparison of digests and answers.
-
-    `kind`: "adapter", "weights", or "auto" by the parts of the checkpoint; `part`: one of several parts. `visible_at`:
-    the path at which the servers see a folder of this machine, as in {"/mnt/runs": "/data/runs"}. `stage`: a folder
-    that servers see, for checkpoints pulled from a bucket (by default the cache), and for exports of adapters that the
-    engine would misread (see `export`; by default such adapters are refused). `headers` are sent with each request;
-    unless they include Authorization, the environment variable FT_CKPT_ENGINE_TOKEN is sent as bearer token.
+    Full weights are loaded in place: the server is paused, reads the files, drops its caches, reports the SHA-256 of
+    its parameters, which are compared with those of the files, and resumes.
 
     With `delta`, `url` is a chain (a folder, or the URL of one in a bucket), to which the checkpoint is appended: only
     the elements that differ from the newest entry, or the whole checkpoint, every `anchor_every` entries and if the
@@ -168,23 +128,12 @@ def publish(
     checkpoint, LoadError naming everything that the engine would misread, EngineError if a server refuses, does not
     answer or holds something else.
     """
-    options = PublishOptions(
-        name=name, version=version, kind=kind, part=part, visible_at={} if visible_at is None else visible_at,
-        stage=stage_folder(stage), keep=keep, in_flight=in_flight, check=check, base=base,
-        headers={} if headers is None else headers, timeout_seconds=timeout_seconds, delta=delta,
-        anchor_every=anchor_every,
-    )  # fmt: skip
-    return publish_with(checkpoint, urls_in(url), options)
-
-
-def publish_with(checkpoint: str | Path | Place, urls: Sequence[str], options: PublishOptions) -> PublishReport:
-    """As `publish`, with its options in one object."""
+    options = server_options(url, settings)
     begun = time.monotonic()
-    options.check_urls(urls)
     place, has_version = _checkpoint_place(checkpoint), options.version is not None
     if options.delta:
-        return _append(place, open_place(urls[0]), options)
-    servers = [connect(Client(url, options.headers, options.timeout_seconds)) for url in urls]
+        return _append(place, open_place(options.url[0]), options)
+    servers = [connect(client) for client in options.clients()]
     with _exported(place, servers, options) as (held, record, options):
         folder = _Folder.of(held.path / record.path, options)
         with closing(open_folder(Place(held.store, record.path), Place(held.origin, record.path))) as file:
@@ -217,7 +166,7 @@ def _checkpoint_place(checkpoint: Any) -> Place:
     return open_place(checkpoint)
 
 
-def _append(checkpoint: Place, chain: Place, options: PublishOptions) -> PublishReport:
+def _append(checkpoint: Place, chain: Place, options: ServerOptions) -> PublishReport:
     found = append_checkpoint(checkpoint, chain, options.anchor_every)
     share = f"{found.bytes:,} of {found.full_bytes:,} bytes, {found.bytes / max(1, found.full_bytes):.1%}"
     entry = ServerReport(str(found.path), found.kind, found.base, found.is_new, share)
@@ -240,8 +189,8 @@ def _drop_rebuilt(entry: Place, stage: Path) -> None:
 
 @contextmanager
 def _exported(
-    place: Place, servers: Sequence[Server], options: PublishOptions
-) -> Iterator[tuple[OpenCheckpoint, PartRecord, PublishOptions]]:
+    place: Place, servers: Sequence[Server], options: ServerOptions
+) -> Iterator[tuple[OpenCheckpoint, PartRecord, ServerOptions]]:
     """As `_opened`; with `stage`, an adapter with patterns is replaced by its export in that folder."""
     with _opened(place, options) as (held, record):
         if options.name is None:
@@ -262,7 +211,7 @@ def _exported(
 
 @contextmanager
 def _opened(
-    place: Place, options: PublishOptions, *, compares: bool = True
+    place: Place, options: ServerOptions, *, compares: bool = True
 ) -> Iterator[tuple[OpenCheckpoint, PartRecord]]:
     """The checkpoint on this machine, leased, and the part to publish; with `compares`, digests are compared."""
     if not isinstance(place.store, LocalStore) or is_delta(place):
@@ -293,7 +242,7 @@ def _pull_to_stage(place: Place, stage: Path) -> Path:
     return path
 
 
-def _chosen_part(held: OpenCheckpoint, options: PublishOptions) -> PartRecord:
+def _chosen_part(held: OpenCheckpoint, options: ServerOptions) -> PartRecord:
     kinds = {"auto": ("adapter", "model"), "adapter": ("adapter",), "weights": ("model",)}[options.kind]
     parts = [part for part in held.manifest.parts if part.kind in kinds and options.part in (None, part.name)]
     adapters = [part for part in parts if part.kind == "adapter"]
@@ -308,7 +257,7 @@ def _chosen_part(held: OpenCheckpoint, options: PublishOptions) -> PartRecord:
 
 
 def _refuse_misread(
-    servers: Sequence[Server], held: OpenCheckpoint, record: PartRecord, file: TensorFile, options: PublishOptions
+    servers: Sequence[Server], held: OpenCheckpoint, record: PartRecord, file: TensorFile, options: ServerOptions
 ) -> dict[str, str]:
     """Raise LoadError for all that servers would misread. Returns why an adapter's base was not compared, by URL."""
     engines = sorted({server.engine.lower() for server in servers})
@@ -337,7 +286,7 @@ class _Folder:
     there: str  # its path as the servers see it
 
     @classmethod
-    def of(cls, here: Path, options: PublishOptions) -> "_Folder":
+    def of(cls, here: Path, options: ServerOptions) -> "_Folder":
         """Replaces the longest folder of `visible_at` that contains `here` by its path on the servers."""
         here, visible_at = here.absolute(), options.visible_at
         fitting = [folder for folder in visible_at if here.is_relative_to(Path(folder).absolute())]
@@ -378,7 +327,7 @@ def _default_name(place: Place, held: OpenCheckpoint, record: PartRecord) -> str
     return f"{_run_of(place)}-{_as_name(record.name)}" if several and record.name else _run_of(place)
 
 
-def _adapter_name(held: OpenCheckpoint, options: PublishOptions) -> str:
+def _adapter_name(held: OpenCheckpoint, options: ServerOptions) -> str:
     step = held.manifest.step
     head = held.path.name if step is None else str(step)
     version = options.version or f"{head}-{held.identity[:8]}"  # the same step may have been saved again
@@ -440,7 +389,7 @@ class _AdapterServer:
     unloaded: tuple[str, ...] = ()
 
 
-def _publish_adapter(servers: Sequence[Server], adapter: _Adapter, options: PublishOptions) -> list[ServerReport]:
+def _publish_adapter(servers: Sequence[Server], adapter: _Adapter, options: ServerOptions) -> list[ServerReport]:
     """Load the adapter on all servers and compare the answers; if one fails, unload it where it was new."""
     targets = [_AdapterServer(server) for server in servers]
     if problems := _problems(_on_each(targets, lambda target: _prepare_adapter(target, adapter))):
@@ -593,9 +542,7 @@ def _distance(one: list[list[float]], other: list[list[float]]) -> float:
     return max((abs(a - b) for a, b in pairs), default=0.0)
 
 
-def _reference(
-    held: OpenCheckpoint, record: PartRecord, file: TensorFile, options: PublishOptions
-) -> _Reference | None:
+def _reference(held: OpenCheckpoint, record: PartRecord, file: TensorFile, options: ServerOptions) -> _Reference | None:
     if options.check == "listed":
         return None
     outer = [name for name in file.specs if name.endswith("lora_B.weight")]
@@ -619,7 +566,7 @@ class _Weights:
     checkpoint: Path
     file: TensorFile
     config: Mapping[str, Any]
-    options: PublishOptions
+    options: ServerOptions
     part: str = ""  # its name in the checkpoint
 
     @cached_property

@@ -16,7 +16,8 @@ from typing import Any
 
 from ft_ckpt.checkpoint.run_places import RunPlaces
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.engines.follow import Publisher, publish_goal
+from ft_ckpt.engines.follow import Publisher
+from ft_ckpt.engines.options import ServerOptions
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.messages import short, warn
 from ft_ckpt.saving.execute import SaveReport
@@ -101,9 +102,9 @@ def make_follow_up(on_saved: SaveHook | Iterable[SaveHook] | None, places: RunPl
         uploads = RunUploads(places.staging, places.directory, give_way)
     publisher, goal = None, config.publish
     if goal is not None:
-        options: dict[str, Any] = dict(goal) if isinstance(goal, Mapping) else {"url": goal}
-        after_resume = options.pop("after_resume", "resumed")
-        publisher = Publisher(*publish_goal(options), after_resume)
+        settings: dict[str, Any] = dict(goal) if isinstance(goal, Mapping) else {"url": goal}
+        after_resume = settings.pop("after_resume", "resumed")
+        publisher = Publisher(ServerOptions(**settings), after_resume)
     return FollowUp(hooks_of(on_saved), uploads, publisher=publisher)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -13,9 +14,7 @@ import torch
 from engine_files import EngineFiles
 from engine_server import serving
 
-from ft_ckpt import CheckpointSaver, publish
-from ft_ckpt.engines.follow import publish_goal
-from ft_ckpt.engines.options import PublishOptions
+from ft_ckpt import CheckpointSaver, ServerOptions, publish
 from ft_ckpt.errors import CheckpointError, ConfigError
 
 URL = "http://127.0.0.1:9"
@@ -27,10 +26,10 @@ ODD: dict[str, Any] = {
     "nothing in it": {"": ""}, "tuple": (), "set": {1}, "array": np.ones(3), "tensor": torch.ones(3), "type": int,
     "object": object(), "function": len, "url": "s3://bucket/run", "nan array": np.float32("nan"),
 }  # fmt: skip
-NAMES = [*PublishOptions.__dataclass_fields__, "url", "checkpoint"]
+FIELDS = [field.name for field in fields(ServerOptions)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*FIELDS, "checkpoint"])
 def test_odd_values_are_refused_before_anything_is_sent(name: str, files: EngineFiles) -> None:
     with serving(files.base) as engine:
         for label, value in ODD.items():
@@ -61,12 +60,12 @@ def is_fitting(name: str, label: str) -> bool:
 
 
 SETTINGS: list[Callable[[dict[str, Any]], Any]] = [
-    publish_goal,
+    lambda goal: ServerOptions(**goal),
     lambda goal: CheckpointSaver(None, publish=goal),
 ]
 
 
-@pytest.mark.parametrize("name", [*PublishOptions.__dataclass_fields__, "url"])
+@pytest.mark.parametrize("name", FIELDS)
 def test_odd_values_of_the_setting_are_refused_when_the_saver_is_made(name: str) -> None:
     for label, value in ODD.items():
         if is_fitting(name, label):
@@ -78,7 +77,7 @@ def test_odd_values_of_the_setting_are_refused_when_the_saver_is_made(name: str)
 
 def test_all_invalid_arguments_are_named_at_once() -> None:
     with pytest.raises(ConfigError, match=r"keep=-1.*timeout_seconds=inf.*delta=1") as raised:
-        PublishOptions(keep=-1, timeout_seconds=math.inf, delta=1)  # type: ignore[arg-type]  # what is tried
+        ServerOptions(url=URL, keep=-1, timeout_seconds=math.inf, delta=1)  # type: ignore[arg-type]  # what is tried
     assert "kind" not in str(raised.value)
 
 
@@ -90,5 +89,16 @@ def test_headers_that_are_refused_are_not_shown(headers: Any) -> None:
 
 
 def test_values_that_fit() -> None:
-    options = PublishOptions(keep=np.int64(3), timeout_seconds=np.float32(2.5), stage=Path("models"))
-    assert (options.keep, options.timeout_seconds) == (3, 2.5)
+    options = ServerOptions(url=URL, keep=np.int64(3), timeout_seconds=np.float32(2.5), stage="models", headers=None)
+    assert (options.url, options.keep, options.timeout_seconds) == ((URL,), 3, 2.5)
+    assert (options.stage, options.headers) == (Path("models"), {})
+
+
+def test_options_are_given_in_one_way(files: EngineFiles) -> None:
+    with serving(files.base) as engine:
+        options = ServerOptions(url=engine.url, name="policy")
+        with pytest.raises(ConfigError, match="ServerOptions and keep= were both given"):
+            publish(files.adapters[0], options, keep=3)
+        assert not engine.requests
+        assert publish(files.adapters[0], options).name.startswith("policy@100-")
+        assert not publish(files.adapters[0], engine.url, name="policy").servers[0].is_new

@@ -14,12 +14,12 @@ from engine_server import serving
 from safetensors.torch import load_file, save_file
 
 import ft_ckpt
-from ft_ckpt import CheckpointSaver
+from ft_ckpt import CheckpointSaver, ServerOptions
 from ft_ckpt.checkpoint.catalog import discover, read_manifest
 from ft_ckpt.checkpoint.manifest import manifest_to_json
 from ft_ckpt.cli import run_command
-from ft_ckpt.engines.follow import follow_run, publish_goal
-from ft_ckpt.engines.publish import PublishOptions, PublishReport
+from ft_ckpt.engines.follow import follow_run
+from ft_ckpt.engines.publish import PublishReport
 from ft_ckpt.errors import ConfigError, CorruptError, EngineError, NameTakenError
 from ft_ckpt.storage.digests import read_record
 from ft_ckpt.storage.local_store import LocalStore
@@ -68,9 +68,9 @@ def test_a_server_follows_a_chain_while_a_run_appends_to_it(
     with serving(files.base) as engine:
         trainer = threading.Thread(target=train)
         trainer.start()
-        options = PublishOptions(stage=stage, timeout_seconds=20)
+        options = ServerOptions(url=engine.url, stage=stage, timeout_seconds=20)
         follow_run(
-            chain, [engine.url], options, idle_seconds=3, poll_seconds=0.05, on_published=reports.append,
+            chain, options, idle_seconds=3, poll_seconds=0.05, on_published=reports.append,
             on_trouble=troubles.append,
         )  # fmt: skip
         trainer.join()
@@ -187,9 +187,9 @@ def test_a_broken_entry_is_skipped_until_the_next_anchor(files: EngineFiles, tmp
         ft_ckpt.publish(grow(files, tmp_path / "run", 3), str(chain), delta=True, anchor_every=1)
 
     with serving(files.base) as engine:
-        options = PublishOptions(stage=tmp_path / "stage")
+        options = ServerOptions(url=engine.url, stage=tmp_path / "stage")
         follow_run(
-            chain, [engine.url], options, idle_seconds=0.5, poll_seconds=0.05, on_trouble=repair,
+            chain, options, idle_seconds=0.5, poll_seconds=0.05, on_trouble=repair,
             on_published=lambda report: steps.append(Path(report.path).name),
         )  # fmt: skip
     assert steps == ["checkpoint-3"]
@@ -222,13 +222,13 @@ def test_a_saver_appends_what_it_saves(tmp_path: Path) -> None:
 
 def test_settings_of_a_chain(tmp_path: Path) -> None:
     goal = {"url": "s3://bucket/chain", "delta": True, "anchor_every": 5}
-    assert publish_goal(goal) == (["s3://bucket/chain"], PublishOptions(delta=True, anchor_every=5))
+    assert ServerOptions(**goal) == ServerOptions(url=["s3://bucket/chain"], delta=True, anchor_every=5)
     wrong: list[Any] = [
         {"url": "http://a:1", "delta": True}, {"url": str(tmp_path)}, {"url": ["a", "b"], "delta": True},
     ]  # fmt: skip
     for each in wrong:
         with pytest.raises(ConfigError):
-            publish_goal(each)
+            ServerOptions(**each)
     with pytest.raises(ConfigError, match="publish="):
         CheckpointSaver(None, publish=wrong[0])
 

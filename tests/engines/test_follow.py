@@ -22,16 +22,16 @@ from engine_server import Engine, serving
 from launch import run_cases, selected
 
 import ft_ckpt
-from ft_ckpt import CheckpointSaver
+from ft_ckpt import CheckpointSaver, ServerOptions
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import manifest_to_json
-from ft_ckpt.engines.follow import Publisher, follow_run, publish_goal
-from ft_ckpt.engines.publish import PublishOptions, PublishReport
+from ft_ckpt.engines.follow import Publisher, follow_run
+from ft_ckpt.engines.publish import PublishReport
 from ft_ckpt.errors import ConfigError, EngineError, NotACheckpointError
 from ft_ckpt.integrations.trainer import FtCkptCallback
 from ft_ckpt.storage.place import Place, open_place
 
-QUICK = PublishOptions(name="policy", keep=9, timeout_seconds=5)
+QUICK = {"name": "policy", "keep": 9, "timeout_seconds": 5}
 
 
 class Following:
@@ -48,8 +48,8 @@ class Following:
                 self.actions.pop(0)()
 
         self.go = lambda: follow_run(
-            run, urls, options.pop("how", QUICK), idle_seconds=idle_seconds, poll_seconds=0.02, on_published=note,
-            on_trouble=self.trouble, **options,
+            run, ServerOptions(url=urls, **options.pop("how", QUICK)), idle_seconds=idle_seconds, poll_seconds=0.02,
+            on_published=note, on_trouble=self.trouble, **options,
         )  # fmt: skip
         self.on_trouble: Callable[[], object] = lambda: None
 
@@ -225,7 +225,7 @@ def test_what_a_server_refuses_twice_is_skipped(files: EngineFiles, run: Path) -
 def test_what_cannot_be_is_an_error_at_once(files: EngineFiles, run: Path) -> None:
     put(files, run, 1)
     with serving(files.base) as engine, pytest.raises(ConfigError, match="below no folder of visible_at"):
-        Following(run, engine.url, how=PublishOptions(visible_at={"/elsewhere": "/data"})).go()
+        Following(run, engine.url, how={"visible_at": {"/elsewhere": "/data"}}).go()
 
 
 def test_a_run_in_a_bucket_is_followed(files: EngineFiles, tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_run_in_a_bucket_is_followed(files: EngineFiles, tmp_path: Path) -> No
     put(files, tmp_path / "run", 1)
     in_bucket(tmp_path / "run/checkpoint-1", bucket)
     with serving(files.base) as engine:
-        how = PublishOptions(stage=tmp_path / "seen", timeout_seconds=5)
+        how = {"stage": tmp_path / "seen", "timeout_seconds": 5}
         following = Following(Place(bucket), engine.url, how=how)
         following.actions = [lambda: in_bucket(put(files, tmp_path / "run", 2), bucket)]
         following.go()
@@ -262,7 +262,7 @@ def test_of_those_that_wait_the_newest_is_published(files: EngineFiles, run: Pat
     places = [open_place(put(files, run, step)) for step in (1, 2, 3)]
     with serving(files.base) as engine:
         engine.delay_seconds = 0.1
-        publisher = Publisher([engine.url], QUICK)
+        publisher = Publisher(ServerOptions(url=engine.url, **QUICK))
         first = publisher.begin(places[0])
         while not engine.requests:  # it has begun
             time.sleep(0.01)
@@ -279,7 +279,7 @@ def test_of_those_that_wait_the_newest_is_published(files: EngineFiles, run: Pat
 
 def test_one_that_cannot_be_opened_stops_no_other(files: EngineFiles, run: Path) -> None:
     with serving(files.base) as engine:
-        publisher = Publisher([engine.url], QUICK)
+        publisher = Publisher(ServerOptions(url=engine.url, **QUICK))
         good = publisher.begin(open_place(put(files, run, 1)))
         with pytest.warns(UserWarning, match=r"not published: .*no such folder"):
             gone = publisher.begin(open_place(run / "checkpoint-2"))
@@ -290,15 +290,15 @@ def test_one_that_cannot_be_opened_stops_no_other(files: EngineFiles, run: Path)
 
 
 def test_goals_of_the_setting() -> None:
-    assert publish_goal("http://a:1") == (["http://a:1"], PublishOptions())
-    assert publish_goal(["http://a:1", "http://b:1"])[0] == ["http://a:1", "http://b:1"]
-    given = {"url": "http://a:1", "name": "policy", "keep": 3, "stage": "/data"}
-    assert publish_goal(given) == (["http://a:1"], PublishOptions(name="policy", keep=3, stage=Path("/data")))
-    given = {"url": "http://a:1", "headers": None, "visible_at": None}  # the defaults of `publish`
-    assert publish_goal(given) == (["http://a:1"], PublishOptions())
-    for wrong in ({"url": "http://a:1", "nam": "policy"}, {"name": "policy"}, "http://user:word@a:1", {"url": []}):
+    goals = ["http://a:1", ["http://a:1", "http://b:1"], {"url": "http://a:1", "headers": None, "stage": "/data"}]
+    for goal in goals:
+        CheckpointSaver(None, publish=goal).close()
+    for wrong in (
+        {"url": "http://a:1", "nam": "policy"}, {"name": "policy"}, "http://user:word@a:1", {"url": []},
+        {"url": "http://a:1", 3: "policy"},
+    ):  # fmt: skip
         with pytest.raises(ConfigError):
-            publish_goal(wrong)
+            CheckpointSaver(None, publish=wrong)
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,7 @@ def test_saver_publish_saves_first(files: EngineFiles, tmp_path: Path) -> None:
         with pytest.raises(EngineError):
             saver.publish(model, engine.url, tmp_path / "run/third", version="other")
         assert ft_ckpt.verify(tmp_path / "run/third").ok
-        with pytest.raises(ConfigError, match=r"nam: not an argument of it; did you mean name\?"):
+        with pytest.raises(ConfigError, match=r"nam=.*did you mean name"):
             saver.publish(model, engine.url, tmp_path / "run/fourth", nam="policy")
         assert not (tmp_path / "run/fourth").exists()
 

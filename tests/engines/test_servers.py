@@ -309,7 +309,7 @@ def test_wrong_arguments_change_nothing(wrong: dict[str, Any], expected: str, fi
             publish(files.adapters[0], engine.url, **wrong)
         with pytest.raises(ConfigError, match="each once"):
             publish(files.adapters[0], [engine.url, f"{engine.url}/"])
-        with pytest.raises(ConfigError, match="no URL"):
+        with pytest.raises(ConfigError, match="no url"):
             publish(files.adapters[0], [])
         assert not engine.changes
 

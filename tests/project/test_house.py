@@ -68,6 +68,7 @@ def test_public_names_are_pinned_sorted_and_resolve():
         "RestoreReport",
         "SaveReport",
         "SaverConfig",
+        "ServerOptions",
         "SyncReport",
         "Writer",
         "average",

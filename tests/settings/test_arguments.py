@@ -159,7 +159,7 @@ NAMES = {
     "choice": (lambda: SaverConfig(when_full="wiat"), r"when_full='wiat': .*did you mean wait\?"),
     "publish": (
         lambda: CheckpointSaver(publish={"url": "http://127.0.0.1:1", "verison": "prod"}),
-        r"publish: verison: not an argument of it; did you mean version\?",
+        r"ServerOptions\(verison=...\): not an argument of it; did you mean version\?",
     ),
     "attribute": (
         lambda: CheckpointSaver().save(torch.nn.ModuleDict({"policy": linear()}), "out", attribute="polcy"),

@@ -9,15 +9,16 @@ import pytest
 from typing_extensions import get_overloads
 
 import ft_ckpt
-from ft_ckpt import CheckpointSaver, SaverConfig
+from ft_ckpt import CheckpointSaver, SaverConfig, ServerOptions
 from ft_ckpt.config import SaverSettings
-from ft_ckpt.engines.publish import PublishArguments
+from ft_ckpt.engines.options import ServerSettings
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.integrations.lightning import LightningCheckpoint, LightningSettings
 from ft_ckpt.integrations.trainer import TrainerArguments, TrainerSaverSettings, checkpointed
 
 DECIDING = {"self", "background", "into", "with_report"}  # their types tell overloads apart
 WIDER = {"dtype", "every", "keep"}  # settings that are given as one type and held as another
+WIDER_OF_SERVERS = {"headers", "stage", "visible_at"}
 OVERLOADED = [CheckpointSaver.save, CheckpointSaver.save_state, ft_ckpt.load_model, ft_ckpt.push]
 has_overloads = pytest.mark.skipif(sys.version_info < (3, 11), reason="typing does not record overloads before 3.11")
 
@@ -51,10 +52,16 @@ def test_overloads_take_what_the_function_takes(function):
         }
 
 
-def test_publish_of_a_saver_takes_the_options_of_publish():
-    options = types_of(ft_ckpt.publish)
-    del options["checkpoint"], options["url"]
-    assert PublishArguments.__annotations__ == options
+@pytest.mark.parametrize("function", [ft_ckpt.publish, CheckpointSaver.publish], ids=["publish", "of a saver"])
+def test_publish_takes_the_fields_of_the_server_options(function):
+    types = {field.name: get_type_hints(ServerOptions)[field.name] for field in fields(ServerOptions)}
+    settings = get_type_hints(ServerSettings)
+    parameters = inspect.signature(function).parameters
+    assert get_args(parameters["settings"].annotation) == (ServerSettings,)
+    assert types.keys() - settings.keys() == {"url"}
+    assert {name: kind for name, kind in settings.items() if name not in WIDER_OF_SERVERS} == {
+        name: kind for name, kind in types.items() if name in settings.keys() - WIDER_OF_SERVERS
+    }
 
 
 def test_the_callback_takes_what_the_class_takes():

@@ -8,8 +8,7 @@ import trainers
 from training import QUIET, prepared, train
 
 import ft_ckpt
-from ft_ckpt import CheckpointSaver, SaverConfig
-from ft_ckpt.engines.follow import publish_goal
+from ft_ckpt import CheckpointSaver, SaverConfig, ServerOptions
 from ft_ckpt.storage.place import shown_location
 
 
@@ -78,11 +77,11 @@ def test_settings_of_publish(tmp_path, leave):
     config, named = SaverConfig(publish=servers, staging="nvme"), SaverConfig(publish={**servers, "base": "user/base"})
     leave()
     start = tmp_path / "start"
-    urls, options = publish_goal(config.publish)
-    assert (urls, options.stage, options.base) == (["http://server"], start / "stage", str(start / "base"))
+    options = ServerOptions(**config.publish)
+    assert (options.url, options.stage, options.base) == (("http://server",), start / "stage", str(start / "base"))
     assert options.visible_at == {str(start / "run"): "/data/run"}
-    assert publish_goal(named.publish)[1].base == "user/base"
-    assert publish_goal(chain.publish)[0] == [str(start / "chain")]
+    assert ServerOptions(**named.publish).base == "user/base"
+    assert ServerOptions(**chain.publish).url == (str(start / "chain"),)
     assert config.staging == str(start / "nvme")
 
 
