@@ -18,7 +18,8 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from ft_ckpt import errors
-    from ft_ckpt.checkpoint.catalog import best, latest, verify
+    from ft_ckpt.checkpoint.catalog import CheckpointInfo, best, latest, verify
+    from ft_ckpt.checkpoint.follow import follow
     from ft_ckpt.checkpoint.sign import sign
     from ft_ckpt.closure import checkpoint_closure
     from ft_ckpt.config import SaverConfig
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from ft_ckpt.writer import Writer
 
 __all__ = [
+    "CheckpointInfo",
     "CheckpointSaver",
     "CopyReport",
     "Every",
@@ -75,6 +77,7 @@ __all__ = [
     "copy",
     "errors",
     "export",
+    "follow",
     "latest",
     "load",
     "load_model",
@@ -90,6 +93,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "CheckpointInfo": "ft_ckpt.checkpoint.catalog",
     "CheckpointSaver": "ft_ckpt.saver",
     "CopyReport": "ft_ckpt.transfer.copies",
     "Every": "ft_ckpt.schedule",
@@ -117,6 +121,7 @@ _HOME = {
     "convert": "ft_ckpt.model.convert",
     "copy": "ft_ckpt.transfer.copies",
     "export": "ft_ckpt.engines.export",
+    "follow": "ft_ckpt.checkpoint.follow",
     "latest": "ft_ckpt.checkpoint.catalog",
     "load": "ft_ckpt.model.objects",
     "load_model": "ft_ckpt.model.load",

@@ -12,8 +12,9 @@ from pathlib import Path
 from ft_ckpt.checkpoint.checks import checkpoint_problems, look_again, may_pass, stored_bytes, with_current_cards
 from ft_ckpt.checkpoint.contents import visible_folders, why_no_checkpoint
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, check_paths, manifest_from_json
-from ft_ckpt.checkpoint.metrics import read_metrics
+from ft_ckpt.checkpoint.metrics import check_metric, read_metrics, write_metric
 from ft_ckpt.checkpoint.signature import SignedBy, signature_problems
+from ft_ckpt.config import numbers_of
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -59,6 +60,23 @@ class CheckpointInfo:
     def metrics(self) -> Mapping[str, float]:
         """The metrics of the manifest, and those measured since. Raises UnreadableError."""
         return read_metrics(self.store, self.manifest)
+
+    def write_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Store metrics that were measured after the save, durably, one after another, in place of older values.
+
+        Commands and rules use them like those of the save. They are in marks beside the manifest, which does not
+        change. Call it while the checkpoint is leased, as in the loop of `ft_ckpt.follow`.
+
+        Raises ConfigError for names that are empty or too long and for values that are no numbers, before anything is
+        written; NotACheckpointError if the checkpoint was deleted or saved again since it was listed; TargetError.
+        """
+        numbers = numbers_of(metrics)
+        for name in numbers:
+            check_metric(name)
+        if load_manifest(self.store).created != self.manifest.created:
+            raise NotACheckpointError(f"{self.path}: saved again since it was listed; measure the new one")
+        for name, value in numbers.items():
+            write_metric(self.store, self.manifest, name, value)
 
 
 @dataclass(frozen=True)

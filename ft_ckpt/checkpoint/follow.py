@@ -1,98 +1,93 @@
-"""Follows a run: visits each new checkpoint, until a signal or an idle time."""
+"""Follows a run: its checkpoints, each when it is committed."""
 
 import signal
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
-from ft_ckpt.errors import CheckpointError
-from ft_ckpt.storage.place import Place
+from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
+from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError, UnreadableError, listing
+from ft_ckpt.messages import warn
+from ft_ckpt.storage.place import Place, open_place
 
 POLL_SECONDS = 2.0
-_MOST_FAILURES = 2  # of one checkpoint
 
 Key = tuple[str, str]  # name and time of a save
 
 
-@dataclass(eq=False)
-class Follower(ABC):
-    """Calls `visit` with the checkpoints of a run that are not settled yet."""
+def follow(
+    run: str | Path | Place,
+    *,
+    idle_seconds: float | None = None,
+    poll_seconds: float = POLL_SECONDS,
+    stop: threading.Event | None = None,
+    on_problem: Callable[[CheckpointError], object] = lambda error: warn(str(error), stacklevel=4),
+) -> Iterator[CheckpointInfo]:
+    """The checkpoints of `run`, a folder or URL that may not exist yet: those that are there, then each new one.
 
-    run: Place
-    on_trouble: Callable[[str], object]
-    settled: set[Key] = field(default_factory=set, init=False)  # done, skipped or obsolete: not visited again
-    errors: dict[Key, CheckpointError] = field(default_factory=dict, init=False)  # of checkpoints that are not done
-    outages: set[str] = field(default_factory=set, init=False)  # reported errors that may pass, since the last success
-    stop: threading.Event = field(default_factory=threading.Event, init=False)  # set by a signal
-    _seen: set[Key] = field(default_factory=set, init=False)
-    _skipped: set[str] = field(default_factory=set, init=False)  # reported reasons of skipped checkpoints
-    _failures: dict[Key, int] = field(default_factory=dict, init=False)
+    They come oldest first, each once, and once more if it was saved again; those that were made from others (merged,
+    averaged) do not come. While the body of the loop runs, the checkpoint is leased: no rule deletes it. The loop ends
+    after `idle_seconds` without a new checkpoint (None: never), and when `stop` is set.
 
-    @abstractmethod
-    def visit(self, waiting: Sequence[CheckpointInfo], infos: Sequence[CheckpointInfo]) -> None:
-        """Process `waiting`, those of `infos` that are not settled; both oldest first."""
+    `on_problem` gets the error of a checkpoint that is damaged (as by `verify(deep=False)`), which is skipped, and an
+    UnreadableError of what cannot be read now, which is tried again; each text once.
+    """
+    reported: set[str] = set()
 
-    def follow(self, idle_seconds: float | None, poll_seconds: float) -> None:
-        """Visit the checkpoints until SIGINT or SIGTERM, or `idle_seconds` without a new checkpoint.
+    def report(error: CheckpointError) -> None:
+        if str(error) not in reported:
+            reported.add(str(error))
+            on_problem(error)
 
-        A visit in progress is finished first. After `idle_seconds`, raises the newest of `errors`.
-        """
-        quiet_since = time.monotonic()
-        with _stop_on_signal(self.stop):
-            while not self.stop.is_set():
-                looked = time.monotonic()  # a checkpoint may be committed after the listing, during a long visit
-                if self._look():
-                    quiet_since = time.monotonic()
-                elif idle_seconds is not None and looked - quiet_since >= idle_seconds:
-                    if self.errors:
-                        raise list(self.errors.values())[-1]
-                    break
-                self.stop.wait(poll_seconds)
+    done: set[Key] = set()
+    stop = stop or threading.Event()
+    for infos in looks(open_place(run).absolute, idle_seconds, poll_seconds, stop, report):
+        for info in infos:
+            if stop.is_set():
+                return
+            if key_of(info) in done:
+                continue
+            with ExitStack() as lease:
+                try:
+                    _enter_whole(lease, info)
+                except UnreadableError as error:
+                    report(error)
+                    continue
+                except CheckpointError as error:
+                    done.add(key_of(info))
+                    if not isinstance(error, NotACheckpointError):  # deleted since the look
+                        report(error)
+                    continue
+                done.add(key_of(info))
+                yield info
 
-    def retry(self, info: CheckpointInfo, error: CheckpointError, *, counts: bool) -> None:
-        """Report an error that may pass; skip the checkpoint at the second one that `counts`."""
-        self._note_error(info, error)
-        failures = self._failures[key_of(info)] = self._failures.get(key_of(info), 0) + counts
-        if failures >= _MOST_FAILURES:
-            self.skip(info, error)
-        else:
-            self.report_once(f"{error}; trying again", self.outages)
 
-    def skip(self, info: CheckpointInfo, error: CheckpointError) -> None:
-        self.settled.add(key_of(info))
-        self._note_error(info, error)
-        self.report_once(f"{info.path}: skipped: {error}", self._skipped)
-
-    def _look(self) -> bool:
-        """Visit the checkpoints that are not settled; returns whether one is new."""
-        try:
-            listed = list_checkpoints(self.run)
-        except CheckpointError as error:
-            self.report_once(f"{error}; trying again", self.outages)
-            return False
-        for path, problem in listed.damaged.items():
-            self.report_once(f"{path}: skipped: {problem}", self._skipped)
-        infos = [info for info in listed.found if not info.manifest.made_from]
-        new = {key_of(info) for info in infos} - self._seen
-        self._seen |= new
-        if waiting := [info for info in infos if key_of(info) not in self.settled]:
-            self.visit(waiting, infos)
-        return bool(new)
-
-    def _note_error(self, info: CheckpointInfo, error: CheckpointError) -> None:
-        self.errors.pop(key_of(info), None)
-        self.errors[key_of(info)] = error  # the newest is the last
-
-    def report_once(self, text: str, reported: set[str]) -> None:
-        """Report `text` unless it is in `reported`, and put it there."""
-        if text not in reported:
-            reported.add(text)
-            self.on_trouble(text)
+def looks(
+    run: Place,
+    idle_seconds: float | None,
+    poll_seconds: float,
+    stop: threading.Event,
+    on_problem: Callable[[CheckpointError], object],
+) -> Iterator[list[CheckpointInfo]]:
+    """The checkpoints of `run` at each look, oldest first; ends as `follow` does."""
+    seen: set[Key] = set()
+    pause_seconds = poll_seconds if idle_seconds is None else min(poll_seconds, idle_seconds)
+    quiet_since = time.monotonic()
+    while not stop.is_set():
+        looked = time.monotonic()  # a checkpoint may be committed after the look, while the caller works
+        infos = _infos_in(run, on_problem)
+        new = {key_of(info) for info in infos} - seen
+        seen |= new
+        yield infos
+        if new:
+            quiet_since = time.monotonic()
+        elif idle_seconds is not None and looked - quiet_since >= idle_seconds:
+            return
+        stop.wait(pause_seconds)
 
 
 def key_of(info: CheckpointInfo) -> Key:
@@ -101,8 +96,9 @@ def key_of(info: CheckpointInfo) -> Key:
 
 
 @contextmanager
-def _stop_on_signal(stop: threading.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM set `stop`; a second signal acts as it did before. Only in the main thread."""
+def stop_on_signal() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set; a second signal acts as it did before. Only in the main thread."""
+    stop = threading.Event()
     before = dict[int, Any]()
 
     def put_back() -> None:
@@ -114,8 +110,29 @@ def _stop_on_signal(stop: threading.Event) -> Iterator[None]:
         put_back()
 
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, note)
     try:
-        yield
+        yield stop
     finally:
         put_back()
+
+
+def _infos_in(run: Place, on_problem: Callable[[CheckpointError], object]) -> list[CheckpointInfo]:
+    try:
+        listed = list_checkpoints(run)
+    except CheckpointError as error:
+        on_problem(error)
+        return []
+    for damage in listed.damaged.values():
+        on_problem(damage)
+    return [info for info in listed.found if not info.manifest.made_from]
+
+
+def _enter_whole(lease: ExitStack, info: CheckpointInfo) -> None:
+    """Lease the checkpoint. Raises CorruptError if its files are missing or truncated."""
+    opened = lease.enter_context(open_checkpoint(info.place, compares=False))
+    problems = opened.find_problems(deep=False)
+    if problems:
+        lease.close()
+        raise CorruptError(f"{info.path}: {listing(list(problems))}")

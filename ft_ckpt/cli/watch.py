@@ -1,16 +1,29 @@
-"""The command `watch`."""
+"""The command `watch`: evaluates each checkpoint of a run, and stores the numbers as its metrics."""
 
+import json
+import subprocess
 import sys
+import time
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.cli.show import followed_run
+from ft_ckpt.errors import CheckpointError, ConfigError, UnreadableError
+from ft_ckpt.messages import printable
 from ft_ckpt.storage.place import shown_location
 
 if TYPE_CHECKING:
-    from ft_ckpt.checkpoint.evaluate import Evaluation
+    from ft_ckpt.checkpoint.catalog import CheckpointInfo
+
+_PATH = "{path}"  # in a command: the path or URL of the checkpoint
+
+
+class _CommandError(CheckpointError):
+    """A command that failed, or printed no number."""
 
 
 def add_watch(parser: ArgumentParser) -> None:
@@ -34,19 +47,88 @@ def _watch(options: Namespace) -> None:
     numbers, is stored as metrics of the checkpoint, which ls, best and prune use. Checkpoints that have the
     metric are skipped. The command runs until SIGINT or SIGTERM.
     """
-    from ft_ckpt.checkpoint.evaluate import evaluate_run
+    from ft_ckpt.checkpoint.follow import follow, stop_on_signal
+    from ft_ckpt.checkpoint.metrics import check_metric
 
-    evaluate_run(
-        followed_run(options.run_folder), options.command, options.metric, idle_seconds=options.idle,
-        on_evaluated=lambda found: _print_evaluation(found, as_json=options.as_json),
-        on_trouble=lambda text: print_lines(f"ft-ckpt: {text}", file=sys.stderr),
-    )  # fmt: skip
+    check_metric(options.metric)
+    if not any(_PATH in word for word in options.command):
+        raise ConfigError(f"{' '.join(options.command)}: expected {_PATH} among its words, for the checkpoint's path")
+    skipped: list[CheckpointError] = []
+
+    def note(error: CheckpointError) -> None:
+        if isinstance(error, UnreadableError):
+            print_lines(f"ft-ckpt: {error}; trying again", file=sys.stderr)
+        else:
+            skipped.append(error)
+            print_lines(f"ft-ckpt: {error}; skipped", file=sys.stderr)
+
+    with stop_on_signal() as stop:
+        run = followed_run(options.run_folder)
+        for checkpoint in follow(run, idle_seconds=options.idle, stop=stop, on_problem=note):
+            path = shown_location(checkpoint.path)
+            try:
+                _evaluate(checkpoint, options)
+            except ConfigError:
+                raise
+            except CheckpointError as error:
+                skipped.append(error)
+                print_lines(f"ft-ckpt: {path}: skipped: {error}", file=sys.stderr)
+        if skipped and not stop.is_set():
+            raise skipped[-1]
 
 
-def _print_evaluation(found: "Evaluation", *, as_json: bool) -> None:
-    if as_json:
-        views.print_json({**vars(found), "path": str(found.path)})
+def _evaluate(checkpoint: "CheckpointInfo", options: Namespace) -> None:
+    """Measure a checkpoint that lacks the metric, store what was measured, and print it."""
+    if options.metric in checkpoint.metrics:
+        return
+    begun = time.monotonic()
+    command = [word.replace(_PATH, str(checkpoint.path)) for word in options.command]
+    metrics = _measure(command, options.metric)
+    try:
+        checkpoint.write_metrics(metrics)
+    except ConfigError as error:
+        raise _CommandError(f"{printable(' '.join(command))}: {error}") from error
+    seconds = time.monotonic() - begun
+    if options.as_json:
+        result: dict[str, Any] = {"path": str(checkpoint.path), "metrics": metrics, "seconds": seconds}
+        views.print_json(result)
     else:
-        numbers = ", ".join(f"{name} {value:.6g}" for name, value in found.metrics.items())
-        print_lines(f"{shown_location(found.path)}: {numbers}, {found.seconds:.1f} s")
+        numbers = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+        print_lines(f"{shown_location(checkpoint.path)}: {numbers}, {seconds:.1f} s")
     sys.stdout.flush()  # at once: a command may take hours
+
+
+def _measure(command: Sequence[str], metric: str) -> Mapping[str, float]:
+    """The numbers that `command` prints, `metric` last. Raises _CommandError; ConfigError if it cannot be started."""
+    try:
+        # The command is the user's own. In a new session, so that Ctrl-C in a terminal ends only the watcher.
+        done = subprocess.run(  # noqa: S603 - see above
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True, check=False
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{command[0]}: cannot be started ({error})") from error
+    shown = printable(" ".join(command))
+    if done.returncode:
+        reason = f"exit code {done.returncode}" if done.returncode > 0 else f"signal {-done.returncode}"
+        raise _CommandError(f"{shown}: ended with {reason}")
+    lines = done.stdout.decode(errors="replace").strip().splitlines()
+    line = lines[-1].strip() if lines else ""
+    numbers = _numbers_in(line, metric)
+    if metric not in numbers:
+        expected = f"a number, or a JSON object with the number {metric!r}"
+        raise _CommandError(f"{shown}: its last line is {printable(line)[:200]!r}, expected {expected}")
+    value = numbers.pop(metric)
+    return {**numbers, metric: value}  # its metric is written last, and settles the checkpoint
+
+
+def _numbers_in(line: str, metric: str) -> dict[str, float]:
+    """The numbers in a line: `metric` alone, or those of a JSON object by name; other values are left out."""
+    with suppress(ValueError):
+        return {metric: float(line)}
+    numbers = dict[str, float]()
+    with suppress(ValueError, OverflowError, RecursionError):
+        document = json.loads(line)
+        for name, value in document.items() if isinstance(document, dict) else ():
+            if type(value) in (int, float):
+                numbers[name] = float(value)
+    return numbers

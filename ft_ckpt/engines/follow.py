@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, in_run_order
-from ft_ckpt.checkpoint.follow import POLL_SECONDS, Follower, key_of
+from ft_ckpt.checkpoint.follow import POLL_SECONDS, Key, key_of, looks, stop_on_signal
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.engines.options import ServerOptions
 from ft_ckpt.engines.publish import PublishReport, publish
@@ -16,6 +16,8 @@ from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, Unreadable
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.storage.place import Place, location_name, open_place
 from ft_ckpt.transfer.push import PushQueue
+
+_MAX_FAILURES = 2  # of one checkpoint, while all servers answer
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,48 +104,85 @@ class Publisher:
         )
 
 
-@dataclass(eq=False)
-class _PublishingFollower(Follower):
-    options: ServerOptions
-    on_published: Callable[[PublishReport], object]
-    published: int = 0
-    newest: CheckpointInfo | None = None  # of those that were published
+class _Following:
+    """Publishes the newest checkpoint of a run at each look; never one that is older than the last one."""
 
-    def visit(self, waiting: Sequence[CheckpointInfo], infos: Sequence[CheckpointInfo]) -> None:
-        """Publish the newest checkpoint, and settle it and all older ones."""
-        if self.newest is not None:  # a sync brings the newest first
-            ordered = in_run_order([*infos, self.newest])
-            self.settled |= {key_of(each) for each in ordered[: ordered.index(self.newest)]}
-        waiting = [each for each in waiting if key_of(each) not in self.settled]
+    def __init__(
+        self,
+        options: ServerOptions,
+        on_published: Callable[[PublishReport], object],
+        on_trouble: Callable[[str], object],
+    ) -> None:
+        self.options, self.on_published, self.on_trouble = options, on_published, on_trouble
+        self.published = 0
+        self.error: CheckpointError | None = None  # the newest since the last publish
+        self._newest: CheckpointInfo | None = None  # of those that were published
+        self._settled: set[Key] = set()  # published, skipped or obsolete: not published again
+        self._failures: dict[Key, int] = {}
+        self._skipped: set[str] = set()  # reported
+        self._outages: set[str] = set()  # reported since the last publish
+
+    def visit(self, infos: Sequence[CheckpointInfo]) -> None:
+        """Publish the newest of `infos`, and settle it and all older ones."""
+        if self._newest is not None:  # a sync brings the newest first
+            ordered = in_run_order([*infos, self._newest])
+            self._settled |= {key_of(info) for info in ordered[: ordered.index(self._newest)]}
+        waiting = [info for info in infos if key_of(info) not in self._settled]
         if not waiting:
             return
         info = waiting[-1]
         try:
             report = publish(info.place, self.options)
         except (TargetError, UnreadableError) as error:
-            self.retry(info, error, counts=self.all_answer())
+            self._retry(info, error)
         except ConfigError as error:
             if not self.published:
                 raise
-            # a proxy may answer while the server restarts
-            self.retry(info, error, counts=self.all_answer())
+            self._retry(info, error)  # a proxy may answer while the server restarts
         except CheckpointError as error:
-            self.skip(info, error)
+            self._skip(info, error)
         else:
-            self.settled |= {key_of(each) for each in infos[: infos.index(info) + 1]}
-            self.newest = info
+            self._settled |= {key_of(older) for older in infos[: infos.index(info) + 1]}
+            self._newest = info
             self.published += 1
-            self.errors.clear()
-            self.outages.clear()
+            self.error = None
+            self._outages.clear()
             self.on_published(report)
 
-    def all_answer(self) -> bool:
+    def note(self, error: CheckpointError) -> None:
+        """Report what the look at the run could not read."""
+        if isinstance(error, UnreadableError):
+            self._report_once(f"{error}; trying again", self._outages)
+        else:
+            self._report_once(f"{error}; skipped", self._skipped)
+
+    def _retry(self, info: CheckpointInfo, error: CheckpointError) -> None:
+        """Report an error that may pass; skip the checkpoint at the second one while all servers answer."""
+        key = key_of(info)
+        self.error = error
+        self._failures[key] = self._failures.get(key, 0) + self._all_answer()
+        if self._failures[key] >= _MAX_FAILURES:
+            self._skip(info, error)
+        else:
+            self._report_once(f"{error}; trying again", self._outages)
+
+    def _skip(self, info: CheckpointInfo, error: CheckpointError) -> None:
+        self._settled.add(key_of(info))
+        self.error = error
+        self._report_once(f"{info.path}: skipped: {error}", self._skipped)
+
+    def _all_answer(self) -> bool:
         try:
             for client in () if self.options.delta else self.options.clients():
                 connect(client)
         except CheckpointError:
             return False
         return True
+
+    def _report_once(self, text: str, reported: set[str]) -> None:
+        if text not in reported:
+            reported.add(text)
+            self.on_trouble(text)
 
 
 def follow_run(
@@ -165,6 +204,10 @@ def follow_run(
     Raises ConfigError for invalid options and, until one publish has succeeded, for unsupported servers. After
     `idle_seconds` it raises the newest error since the last publish, if there is one.
     """
-    follower = _PublishingFollower(open_place(run).absolute, on_trouble, options, on_published)
-    follower.follow(idle_seconds, poll_seconds)
-    return follower.published
+    following = _Following(options, on_published, on_trouble)
+    with stop_on_signal() as stop:
+        for infos in looks(open_place(run).absolute, idle_seconds, poll_seconds, stop, following.note):
+            following.visit(infos)
+        if following.error is not None and not stop.is_set():
+            raise following.error
+    return following.published

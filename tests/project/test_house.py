@@ -51,6 +51,7 @@ def test_every_package_says_what_lives_there_what_must_not_and_where_to_begin():
 
 def test_public_names_are_pinned_sorted_and_resolve():
     assert ft_ckpt.__all__ == [
+        "CheckpointInfo",
         "CheckpointSaver",
         "CopyReport",
         "Every",
@@ -79,6 +80,7 @@ def test_public_names_are_pinned_sorted_and_resolve():
         "copy",
         "errors",
         "export",
+        "follow",
         "latest",
         "load",
         "load_model",
