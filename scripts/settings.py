@@ -18,7 +18,7 @@ when the object is made. (`python scripts/settings.py` writes this page from the
 
 ## `SaverConfig`
 
-Pass them to `CheckpointSaver` as keywords, or together as `config=SaverConfig(...)`. `FtCkptCallback` takes them too,
+Pass them to `CheckpointSaver` as keywords, or together as `config=SaverConfig(...)`. `checkpointed` takes them too,
 except `every`, because the Trainer decides when to save. Both also take `on_saved`, functions that are called
 [after each save](push.md#after-each-save).
 """

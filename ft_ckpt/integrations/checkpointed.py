@@ -172,7 +172,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             without_own_layouts(parts, is_run=False)
         except SelectionError as error:
             raise SelectionError(
-                f"{error}; attribute= is a setting of FtCkptCallback, and the Trainer saves all models without it"
+                f"{error}; attribute= is a setting of checkpointed, and the Trainer saves all models without it"
             ) from error
 
     def __register_held(self, saver: CheckpointSaver[Any]) -> dict[str, Any]:

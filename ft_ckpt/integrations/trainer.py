@@ -1,8 +1,10 @@
 """Saving and resuming of transformers' `Trainer`, and of trainers built on it (TRL's), through ft_ckpt.
 
-    trainer = checkpointed(SFTTrainer)(model, args, train_dataset=data)       # as a class
-    trainer = SFTTrainer(..., callbacks=[FtCkptCallback()])                   # as a callback
+    trainer = checkpointed(SFTTrainer)(model, args, train_dataset=data)  # a class
+    trainer = checkpointed(SFTTrainer(model, args, train_dataset=data))  # or a trainer that exists
     trainer.train(resume_from_checkpoint=True)
+
+Programs that make the trainer themselves take a `FtCkptCallback`, which calls it.
 
 Files that a subclass adds in its own `save_model` or `_save` are committed with the checkpoint; weights that it writes
 there in another layout are refused before the first step. Models that the trainer or a callback holds beside the
@@ -12,10 +14,10 @@ Trainer's.
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from transformers import Trainer, TrainerCallback
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.config import SaveSettings, make_config, names_of
@@ -29,7 +31,7 @@ from ft_ckpt.training.arguments import in_words
 
 __all__ = ["FtCkptCallback", "checkpointed"]
 
-TrainerClass = TypeVar("TrainerClass")
+TrainerOrClass = TypeVar("TrainerOrClass")
 
 
 class TrainerSaverSettings(SaveSettings, total=False):
@@ -52,7 +54,7 @@ _REPLACED = ("_save_checkpoint", "save_model")  # overrides of these in subclass
 
 
 def checkpointed(
-    trainer_class: type[TrainerClass],
+    trainer: TrainerOrClass,
     *,
     keep: Keep | int | None = None,
     allow: Iterable[str] | bool = (),
@@ -60,9 +62,10 @@ def checkpointed(
     on_saved: SaveHook | Iterable[SaveHook] | None = None,
     on_resumed: Callable[[CheckpointSaver[Any]], object] | None = None,
     **settings: Unpack[TrainerSaverSettings],
-) -> type[TrainerClass]:
-    """A subclass of `trainer_class`, `Trainer` or a class built on it, that saves and resumes through ft_ckpt.
+) -> TrainerOrClass:
+    """Make a class of trainers, or a trainer that is not training yet, save and resume through ft_ckpt.
 
+    Of a class (`Trainer` or one built on it) it returns a subclass; a trainer gets such a class, and is returned.
     `keep` selects the checkpoints that stay (the Trainer's best one always does); a number means the newest n; None:
     the Trainer's `save_total_limit`, for this run's checkpoints. `allow` names items that a resume may lack. With
     `state=True` checkpoints have training state although `save_only_model=True` is set, which the Trainer requires for
@@ -70,13 +73,9 @@ def checkpointed(
     saver before the first step, after a resume or at a fresh start, for example to invite writers. `on_saved` and
     `settings` are those of `CheckpointSaver`.
 
-    Raises ConfigError for invalid settings, and for anything but a class of trainers.
+    Raises ConfigError for invalid settings, and for anything but a trainer that does not save through ft_ckpt, or a
+    class of trainers.
     """
-    if not isinstance(trainer_class, type) or not issubclass(trainer_class, Trainer):
-        raise ConfigError(
-            f"checkpointed(): {in_words(trainer_class)}, expected transformers' Trainer or a class built on it, as in "
-            "checkpointed(SFTTrainer)(model, args, ...)"
-        )
     if "every" in settings:
         raise ConfigError("every=: the Trainer decides when to save; set save_strategy and save_steps")
     if not isinstance(state, bool):
@@ -85,7 +84,25 @@ def checkpointed(
         raise ConfigError(f"on_resumed={short(on_resumed)}: expected a function of the saver, or None")
     config, rules = make_config(None, settings), make_config(None, {"keep": keep}).keep
     allow = allow if isinstance(allow, bool) else names_of(allow, "allow")
-    return _with_our_saving(trainer_class, TrainerSettings(rules, allow, config, hooks_of(on_saved), state, on_resumed))
+    ours = TrainerSettings(rules, allow, config, hooks_of(on_saved), state, on_resumed)
+    if isinstance(trainer, type) and issubclass(trainer, Trainer):
+        return cast("TrainerOrClass", _with_our_saving(trainer, ours))
+    if isinstance(trainer, Trainer):
+        _take_over(trainer, ours)
+        return trainer
+    raise ConfigError(
+        f"checkpointed(): {in_words(trainer)}, expected transformers' Trainer or a class built on it, as in "
+        "checkpointed(SFTTrainer)(model, args, ...), or a trainer that exists"
+    )
+
+
+def _take_over(trainer: Trainer, settings: TrainerSettings) -> None:
+    """Give a trainer the class that saves and resumes. Raises ConfigError if its class does so already."""
+    kind = type(trainer)
+    if issubclass(kind, Checkpointed):
+        raise ConfigError(f"{kind.__name__}: saves through ft_ckpt already; call checkpointed() once for a trainer")
+    trainer.__class__ = _with_our_saving(kind, settings)
+    trainer.ft_ckpt_begin()
 
 
 def _with_our_saving(kind: type[Any], settings: TrainerSettings) -> type[Any]:
@@ -120,49 +137,30 @@ class _Outermost:
 
 
 class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Makes one trainer save and resume through ft_ckpt; pass it on every rank.
+    """Calls `checkpointed`, with these settings, on the trainer that another program makes with it.
 
-    The same as `checkpointed`, with the same arguments, for a trainer that another program constructs. Raises
-    ConfigError for invalid settings.
+    For programs that take callbacks only; pass it on every rank. Raises ConfigError for invalid settings.
     """
 
     def __init__(self, **settings: Unpack[TrainerArguments]) -> None:
         self._settings: TrainerSettings = checkpointed(Trainer, **settings).ft_ckpt
-        self._trainer: Any = None
-
-    @classmethod
-    def attach(cls, trainer: Any, **settings: Unpack[TrainerArguments]) -> Self:
-        """A new callback with `settings`, added to an existing `trainer` that is not yet training."""
-        callback = cls(**settings)
-        trainer.add_callback(callback)
-        callback._take_trainer(trainer)
-        return callback
+        self._is_in_use = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._take_trainer(_calling_trainer(self))
+        _take_over(_calling_trainer(self), self._settings)
+        self._is_in_use = True
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._trainer is None:
-            raise ConfigError("FtCkptCallback: added to an existing trainer; use FtCkptCallback.attach(trainer)")
-
-    # A Trainer has no hook to replace its saving, and does not pass itself to callbacks. So the trainer is found among
-    # the callers of the constructor, and gets the class that `checkpointed` returns.
-
-    def _take_trainer(self, trainer: Any) -> None:
-        kind = type(trainer)
-        if self._trainer is not None or issubclass(kind, Checkpointed):
-            raise ConfigError("FtCkptCallback: one callback per trainer; make a callback for each trainer")
-        trainer.__class__ = _with_our_saving(kind, self._settings)
-        trainer.ft_ckpt_begin()
-        self._trainer = trainer
+        if not self._is_in_use:
+            raise ConfigError("FtCkptCallback: added to a trainer that exists; call checkpointed(trainer) instead")
 
 
 def _calling_trainer(callback: TrainerCallback) -> Any:
-    """The trainer that is being constructed with `callback`, from the frames of the callers."""
+    """The trainer that is being constructed with `callback`, which is not passed to it: among the callers' frames."""
     frame = sys._getframe(1)
     while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, Trainer) and callback in found.callback_handler.callbacks:
-            return found
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer) and callback in caller.callback_handler.callbacks:
+            return caller
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
-    raise ConfigError("FtCkptCallback: no trainer is being constructed; use FtCkptCallback.attach(trainer)")
+    raise ConfigError("FtCkptCallback: no trainer is being made; call checkpointed(trainer) instead")

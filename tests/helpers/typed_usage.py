@@ -59,4 +59,5 @@ def make_a_trainer(model: torch.nn.Module) -> None:
     trainer_class = checkpointed(OwnTrainer, keep=3, dtype="bfloat16", background=True)
     assert_type(trainer_class, type[OwnTrainer])
     assert_type(trainer_class(model).own_method(), int)
+    assert_type(checkpointed(OwnTrainer(model), keep=3), OwnTrainer)
     checkpointed(OwnTrainer, kepp=3)  # type: ignore[call-arg]  # a typing error

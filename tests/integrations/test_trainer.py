@@ -122,8 +122,8 @@ def test_a_checkpointed_class_saves_and_resumes(tmp_path):
     assert names(tmp_path / "run") == ["checkpoint-4", "checkpoint-5"]
     assert not [*(tmp_path / "run").rglob("*.pt*")], "no pickles"
     assert seen + run(trainer(tmp_path / "run", cls=cls), True) == expected
-    with pytest.raises(ConfigError, match="one callback per trainer"):
-        FtCkptCallback.attach(trainer(tmp_path / "twice", cls=cls))
+    with pytest.raises(ConfigError, match="Recorded: saves through ft_ckpt already"):
+        checkpointed(trainer(tmp_path / "twice", cls=cls))
     with pytest.raises(ConfigError, match=r"every=.*save_strategy"):
         checkpointed(Trainer, every=5)
 
@@ -430,13 +430,24 @@ def test_what_a_subclass_adds_to_saving_stays(tmp_path):
     assert ft_ckpt.latest(tmp_path) == tmp_path / "checkpoint-2"
 
 
-def test_attached_to_a_trainer_that_is_there(tmp_path):
-    made = trainer(tmp_path, cls=Trainer, max_steps=1)
-    FtCkptCallback.attach(made, dtype="bfloat16")
-    made.train()
-    assert ft_ckpt.latest(tmp_path) == tmp_path / "checkpoint-1"
-    with pytest.raises(ConfigError, match="one callback per trainer"):
-        FtCkptCallback.attach(made)
+def test_a_trainer_that_exists_saves_and_resumes(tmp_path):
+    expected = run(trainer(tmp_path / "plain", save_strategy="no"))
+    settings = {"keep": 2, "on_difference": "ignore"}
+    first = trainer(tmp_path / "run", stop_after=5)
+    assert checkpointed(first, **settings) is first
+    with pytest.raises(ConfigError, match="saves through ft_ckpt already"):
+        checkpointed(first)
+    seen = run(first)
+    assert names(tmp_path / "run") == ["checkpoint-4", "checkpoint-5"]
+    assert seen + run(checkpointed(trainer(tmp_path / "run"), **settings), True) == expected
+
+
+def test_one_callback_serves_the_trainers_that_a_program_makes(tmp_path):
+    """Of a search over hyper-parameters, for example."""
+    callback = FtCkptCallback(on_difference="ignore")
+    for name in ("first", "second"):
+        run(trainer(tmp_path / name, [callback], max_steps=1))
+        assert ft_ckpt.latest(tmp_path / name) == tmp_path / name / "checkpoint-1"
 
 
 def test_what_cannot_work_is_refused(tmp_path):
@@ -446,7 +457,7 @@ def test_what_cannot_work_is_refused(tmp_path):
         FtCkptCallback(keep_last=3)
     made = trainer(tmp_path)
     made.add_callback(FtCkptCallback())
-    with pytest.raises(ConfigError, match="attach"):
+    with pytest.raises(ConfigError, match=r"call checkpointed\(trainer\)"):
         made.train()
 
 

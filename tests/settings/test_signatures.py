@@ -66,7 +66,7 @@ def test_publish_takes_the_fields_of_the_server_options(function):
 
 def test_the_callback_takes_what_the_class_takes():
     arguments = types_of(checkpointed)
-    del arguments["trainer_class"]
+    del arguments["trainer"]
     assert {name: text_of(kind) for name, kind in TrainerArguments.__annotations__.items()} == arguments
 
 
