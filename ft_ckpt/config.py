@@ -36,7 +36,7 @@ class SaverConfig:
     format: str = DEFAULT_FORMAT
     """Format of weight files: "safetensors", "h5" (HDF5), or "dual" (one file that is valid as both)."""
     compression: str | None = None
-    """HDF5 compression: "zstd", "lz4", "blosc2" (hdf5plugin) or "gzip" (any reader); None: uncompressed, mappable."""
+    """HDF5 compression: "gzip", which every reader of HDF5 has; None: uncompressed, mappable."""
     max_shard_size: int | str = "50GB"
     """Largest weight file, in bytes or as "5GB" (decimal units, as in transformers) or "5GiB"."""
     attribute: str | None = None
@@ -334,7 +334,7 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
         "when_full": ("raise", "prune", "wait"),
         "on_difference": ("warn", "raise", "ignore"),
     }
-    compressions = ", ".join(f"{method} with format={name!r}" for method, name in methods.items())
+    compressions = ", ".join(f"{method!r} with format={name!r}" for method, name in methods.items())
     size = "a size above 0, in bytes or such as '5GB' or '5GiB'"
     return [
         ("every", lambda every: isinstance(every, Every | None), "Every(...), a number or None"),
@@ -346,7 +346,7 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
         (
             "compression",
             lambda method: method is None or methods.get(method) == config.format,
-            f"{compressions}, or None",
+            f"{compressions}, which is written with no other filter, or None",
         ),
         ("max_shard_size", is_size, size),
         ("snapshot_bytes", lambda limit: limit is None or is_size(limit), f"{size}, or None"),

@@ -9,19 +9,21 @@ belongs to exactly one tensor. They cannot be in the header: the superblock's si
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
 from ft_ckpt.formats import cerebras, hdf5_layout, tensor_file
 from ft_ckpt.formats.hdf5 import has_user_block
-from ft_ckpt.formats.hdf5_metadata import PAGE_BYTES, Attribute, Dataset, hdf5_header
+from ft_ckpt.formats.hdf5_metadata import PAGE_BYTES, Dataset
+from ft_ckpt.formats.hdf5_skeleton import hdf5_header
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec
 from ft_ckpt.formats.pytree import Node
 from ft_ckpt.formats.safetensors import HELPER, NAMES, lay_out_safetensors
 from ft_ckpt.formats.safetensors_file import is_safetensors, tree_metadata
 from ft_ckpt.formats.tensor_file import RawFile
+
+_MAX_HELPER_BYTES = 1 << 40  # of the helper tensor; its digits make room for the true size
 
 
 def lay_out_dual(
@@ -56,32 +58,32 @@ def _dual_layout(
     *starts, end = accumulate((specs[leaf].size_bytes for leaf in order), initial=0)
     by_leaf = dict(zip(order, starts, strict=True))
     rows = hdf5_layout.index_rows(specs, order, starts, "")
-    index = tensor_file.index_text(tensor_file.TensorIndex(rows, root, metadata))
-    datasets = hdf5_layout.placed_datasets(content.datasets, by_leaf)
-    base = 512
-    while True:  # the header contains the size of the HDF5 part, whose padding depends on where the header ends
-        middle = _hdf5_part(datasets, content.attributes, index, end, base)
-        text = _safetensors_header(specs, by_leaf, len(middle), metadata)
-        if len(text) <= base - 8:
-            break
-        base = 1 << (len(text) + 7).bit_length()
-    header = (base - 8).to_bytes(8, "little") + text.ljust(base - 8) + middle
-    return Layout(header, tuple(specs[leaf] for leaf in order),
-                  tuple(len(header) + start for start in starts), len(header) + end)  # fmt: skip
+    text = tensor_file.index_text(tensor_file.TensorIndex(rows, root, metadata))
+    index_bytes = len(text) + tensor_file.FOOTER_BYTES
+    index_bytes += -index_bytes % PAGE_BYTES
+    datasets = _placed_datasets(content.datasets, by_leaf, index_bytes)
+    widest = _safetensors_header(specs, by_leaf, _MAX_HELPER_BYTES, metadata)
+    base = max(PAGE_BYTES, 1 << (len(widest) + 7).bit_length())
+    middle = hdf5_header(datasets, content.attributes, base)
+    data_start = base + len(middle) + index_bytes
+    text = text.ljust(index_bytes - tensor_file.FOOTER_BYTES)
+    text += tensor_file.index_footer(text, data_start, data_start - index_bytes, data_start + end)
+    head = _safetensors_header(specs, by_leaf, len(middle) + index_bytes, metadata)
+    header = (base - 8).to_bytes(8, "little") + head.ljust(base - 8) + middle + text
+    ordered = tuple(specs[leaf] for leaf in order)
+    return Layout(header, ordered, tuple(data_start + start for start in starts), data_start + end)
 
 
-def _hdf5_part(
-    datasets: Sequence[Dataset], attributes: Mapping[str, Attribute], index: bytes, data_bytes: int, base: int
-) -> bytes:
-    """The HDF5 metadata after a user block of `base` bytes, and the index, up to the first tensor."""
-    index_bytes = len(index) + tensor_file.FOOTER_BYTES
-    pages = index_bytes + -index_bytes % PAGE_BYTES
-    placed = [item if item.start is None else replace(item, start=item.start + pages) for item in datasets]
-    placed.append(hdf5_layout.index_dataset(index_bytes, pages - index_bytes))
-    metadata = hdf5_header(placed, attributes, pages + data_bytes, base)
-    data_start = base + len(metadata) + pages
-    footer = tensor_file.index_footer(index, data_start, data_start - index_bytes, data_start + data_bytes)
-    return metadata + bytes(pages - index_bytes) + index + footer
+def _placed_datasets(
+    datasets: Sequence[Dataset],
+    starts: Mapping[int, int],
+    index_bytes: int,
+) -> list[Dataset]:
+    """`datasets` behind the index, which begins and ends on a page; there are no gaps."""
+    behind = {leaf: index_bytes + start for leaf, start in starts.items()}
+    placed = hdf5_layout.placed_datasets(datasets, behind, lambda _size_bytes: 1)
+    placed.append(hdf5_layout.index_dataset(index_bytes, 0, PAGE_BYTES))
+    return placed
 
 
 def _safetensors_header(

@@ -1,8 +1,14 @@
-"""Opens HDF5 files: our own by their index, others by h5py after a child process has read their metadata unharmed."""
+"""Opens HDF5 files: our own by their index, compressed ones and those of other programs by h5py.
 
-import json
+h5py follows no link out of the file: names are resolved one by one, by hard links, and datasets
+whose values are in other files are refused. A hostile file can still make the HDF5 library take
+time or memory, or end the process.
+"""
+
+import importlib
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,11 +16,10 @@ import h5py
 import numpy as np
 import torch
 
-from ft_ckpt.errors import CorruptError, damaged_input
+from ft_ckpt.errors import CorruptError, LoadError, damaged_input
 from ft_ckpt.formats import cerebras
 from ft_ckpt.formats.cerebras import CerebrasReader, StoredLeaf
-from ft_ckpt.formats.hdf5_metadata import TYPES
-from ft_ckpt.formats.hdf5_probe import Probe
+from ft_ckpt.formats.hdf5_skeleton import hdf5_type
 from ft_ckpt.formats.layout import ITEM_BYTES
 from ft_ckpt.formats.pytree import MOST_LEVELS, Node
 from ft_ckpt.formats.tensor_file import (
@@ -55,14 +60,10 @@ def open_hdf5(raw: RawFile, verify: bool = False) -> IndexedFile:
     Raises CorruptError when it is damaged or incomplete, or refers to other files.
     """
     index = read_index(raw)
-    if index is None:
+    is_compressed = index is not None and any(len(row) > 5 for row in index.rows.values())
+    if index is None or is_compressed:
         return open_foreign(raw, verify)
-    file = IndexedFile(raw, index, verify)
-    if any(len(row) > 5 for row in index.rows.values()):
-        from ft_ckpt.formats.hdf5_compressed import chunk_readers
-
-        file.readers = chunk_readers(raw, index)
-    return file
+    return IndexedFile(raw, index, verify)
 
 
 _MOST_EXPANSION = 4096  # bytes of values per byte of the file, beyond FREE_BYTES; no compression gives more
@@ -74,10 +75,9 @@ _NATIVE = {(2, 15, 7, 8, 0, 7): "bfloat16", (1, 7, 2, 5, 0, 2): "float8_e5m2"}  
 
 @dataclass
 class _ForeignFile:
-    """An open file: its bytes, h5py's file, and the process that reads values."""
+    """An open file: its bytes, and h5py's file."""
 
     raw: RawFile
-    probe: Probe
     file: Any
     part: tuple[int, int]  # first byte in `raw` and size of the HDF5 file
     visits: int = 0  # of links; several may lead to the same object
@@ -94,10 +94,9 @@ def open_foreign(raw: RawFile, verify: bool = False, part: tuple[int, int] | Non
     raw.check()
     part = part or (0, raw.size_bytes)
     with damaged_input(f"{raw.name}: an HDF5 file"):
-        local = local_version(raw.file)  # the probe reads local files only
+        local = local_version(raw.file)  # h5py reads in many small steps
         raw = raw if local is raw.file else RawFile(local)
-        probe = Probe(local.descriptor, raw.name, _most_bytes(raw), part)
-        source = _ForeignFile(raw, probe, h5py.File(FileStream(raw, *part), "r"), part)
+        source = _ForeignFile(raw, h5py.File(FileStream(raw, *part), "r"), part)
         open_whole = _open_cerebras if "__version__" in source.file.attrs else _open_plain
         return _open_moved(source, verify) or open_whole(source)
 
@@ -107,6 +106,10 @@ class ForeignDataset:
 
     def __init__(self, source: _ForeignFile, handle: Any, path: str) -> None:
         self.source, self.handle, self.path = source, handle, path
+        if handle.external or handle.is_virtual:
+            raise CorruptError(
+                f"{path}: its values are stored in other files (external storage), which ft_ckpt does not open"
+            )
         self.shape: tuple[int, ...] | None = handle.shape
         self.dtype: np.dtype[Any] = handle.dtype
         self.attributes: Mapping[str, Any] = handle.attrs
@@ -147,20 +150,40 @@ class ForeignDataset:
 
     def read_strings(self) -> Any:
         """A string, or nested lists of strings."""
-        return json.loads(self.source.probe.read(self.path))
+        self._load_filters()
+        text = self.handle.asstr(errors="surrogateescape")[()]
+        return text.tolist() if self.shape else text
 
     def _read_rows(self, first: int | None, last: int | None, row: int) -> np.ndarray[Any, Any]:
         """Rows [first, last) of `row` elements each, flat; None: all."""
+        self._load_filters()
         try:
-            values = np.frombuffer(self.source.probe.read(self.path, first, last), self.dtype)
-        except CorruptError as error:
+            values = self.handle[()] if first is None else self.handle[first:last]
+        except OSError as error:
             raise CorruptError(
-                f"{error}; it is damaged, or compressed with a filter that is not installed (filters: "
-                f"{list(self.handle._filters) or 'none'}; {install_extra('compression')})"
+                f"{self.source.raw.name}: {self.path} cannot be read ({error}); use another copy"
             ) from error
+        values = np.asarray(values).reshape(-1)
         if len(values) != row * (1 if first is None or last is None else last - first):
             raise CorruptError(f"{self.source.raw.name}: {self.path} has {len(values)} values, not {row} in each row")
         return values
+
+    def _load_filters(self) -> None:
+        """Load the filters of hdf5plugin if the dataset needs them.
+
+        Raises LoadError when a filter is in neither library.
+        """
+        options = self.handle.id.get_create_plist()
+        filters = [options.get_filter(number)[0] for number in range(options.get_nfilters())]
+        if not all(map(h5py.h5z.filter_avail, filters)):
+            with suppress(ImportError):
+                importlib.import_module("hdf5plugin")  # registers its filters with the HDF5 library
+        missing = [code for code in filters if not h5py.h5z.filter_avail(code)]
+        if missing:
+            raise LoadError(
+                f"{self.source.raw.name}: {self.path} is compressed by a filter that is not "
+                f"installed (HDF5 filter {missing[0]}); {install_extra('compression')}"
+            )
 
 
 def _most_bytes(raw: RawFile) -> int:
@@ -170,10 +193,6 @@ def _most_bytes(raw: RawFile) -> int:
 
 def _check_dataset(dataset: ForeignDataset) -> None:
     handle, raw = dataset.handle, dataset.source.raw
-    if handle.external or handle.is_virtual:
-        raise CorruptError(
-            f"{dataset.path}: its values are stored in other files (external storage), which ft_ckpt does not open"
-        )
     item_bytes = handle.id.get_type().get_size()
     wanted, chunk = dataset.element_count * item_bytes, math.prod(handle.chunks or ()) * item_bytes
     if max(wanted, chunk) > _most_bytes(raw):
@@ -223,7 +242,7 @@ def _open_moved(source: _ForeignFile, verify: bool) -> IndexedFile | None:
             dataset = _find_dataset(source, "/".join(cerebras.dataset_path(name)))
         except CorruptError:
             return None
-        size = TYPES[cerebras.stored_type(spec.dtype)][0]
+        size = hdf5_type(cerebras.stored_type(spec.dtype)).get_size()
         if dataset.shape != spec.shape or dataset.handle.id.get_type().get_size() != size:
             return None
         if dataset.start is None and spec.size_bytes:
@@ -237,8 +256,6 @@ def _indexed_file(
 ) -> IndexedFile:
     result = IndexedFile(source.raw, replace(index, data_start=source.part[0]), verify)
     result.readers, result.library = dict(readers), source.file
-    if not readers:
-        source.probe.close()
     return result
 
 
@@ -284,7 +301,7 @@ def _same_bytes(dtype: str, dataset: ForeignDataset) -> bool:
 
 
 def _bit_types(dtype: str) -> tuple[str, ...]:
-    size = TYPES[cerebras.STORED[dtype][0]][0]
+    size = hdf5_type(cerebras.STORED[dtype][0]).get_size()
     return {1: ("uint8", "int8"), 2: ("int16", "uint16"), 4: ("uint32", "int32")}[size]
 
 

@@ -8,18 +8,20 @@ footer of 64 bytes. Our reader uses the HDF5 library only if there is no index, 
 program has moved the data since.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats import cerebras
-from ft_ckpt.formats.hdf5_metadata import PAGE_BYTES, Dataset, hdf5_header
+from ft_ckpt.formats.hdf5_metadata import PAGE_BYTES, Dataset
+from ft_ckpt.formats.hdf5_skeleton import dataset_bytes, hdf5_header
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.pytree import Node
 from ft_ckpt.formats.tensor_file import (
     FOOTER_BYTES,
     MAP_BYTES,
+    NO_DIGEST,
     Row,
     TensorIndex,
     flat_tree,
@@ -68,29 +70,33 @@ def index_rows(specs: Sequence[Spec], order: Sequence[int], starts: Sequence[int
     }
 
 
-def place_tensors(specs: Sequence[Spec]) -> tuple[list[int], list[int], int]:
+def _alignment_of(size_bytes: int) -> int:
+    return PAGE_BYTES if size_bytes >= MAP_BYTES else _SMALL_STEP
+
+
+def _place_tensors(specs: Sequence[Spec]) -> tuple[list[int], list[int], int]:
     """The order of `specs` in the file as indexes, their offsets in that order, and the end of the last."""
     large = [index for index, spec in enumerate(specs) if spec.size_bytes >= MAP_BYTES]
     small = [index for index, spec in enumerate(specs) if spec.size_bytes < MAP_BYTES]
     starts, at = [], 0
-    for step, group in ((PAGE_BYTES, large), (_SMALL_STEP, small)):
-        for index in group:
-            at += -at % step
-            starts.append(at)
-            at += specs[index].size_bytes
+    for index in large + small:
+        at += -at % _alignment_of(specs[index].size_bytes)
+        starts.append(at)
+        at += specs[index].size_bytes
     return large + small, starts, at
 
 
 def _hdf5_layout(
     specs: Sequence[Spec], content: cerebras.Content, root: Node | None, metadata: Mapping[str, str]
 ) -> Layout:
-    order, starts, end = place_tensors(specs)
-    index = TensorIndex(index_rows(specs, order, starts, "0" * 32), root, metadata)
+    order, starts, end = _place_tensors(specs)
+    index = TensorIndex(index_rows(specs, order, starts, NO_DIGEST), root, metadata)
     index_start = end + -end % _SMALL_STEP
     index_bytes = len(index_text(index)) + FOOTER_BYTES
-    datasets = placed_datasets(content.datasets, dict(zip(order, starts, strict=True)))
-    datasets.append(index_dataset(index_bytes, index_start))
-    header = hdf5_header(datasets, content.attributes, index_start + index_bytes)
+    by_leaf = dict(zip(order, starts, strict=True))
+    datasets = placed_datasets(content.datasets, by_leaf, _alignment_of)
+    datasets.append(index_dataset(index_bytes, index_start, _SMALL_STEP))
+    header = hdf5_header(datasets, content.attributes)
     data_start, size_bytes = len(header), len(header) + index_start + index_bytes
 
     def make_trailer(digests: Mapping[str, bytes]) -> bytes:
@@ -102,13 +108,22 @@ def _hdf5_layout(
                   data_start + index_start, make_trailer)  # fmt: skip
 
 
-def placed_datasets(datasets: Sequence[Dataset], starts: Mapping[int, int]) -> list[Dataset]:
-    """`datasets` with the offsets of their bytes, by number; empty ones have none."""
-    return [
-        replace(dataset, start=starts[number]) if number in starts and dataset.size_bytes else dataset
-        for number, dataset in enumerate(datasets)
-    ]
+def placed_datasets(
+    datasets: Sequence[Dataset], starts: Mapping[int, int], alignment_of: Callable[[int], int]
+) -> list[Dataset]:
+    """`datasets` with the offsets of their bytes, by number, and the alignment for their size.
+
+    Those without bytes stay as they are.
+    """
+    placed = []
+    for number, dataset in enumerate(datasets):
+        size_bytes = dataset_bytes(dataset)
+        if number in starts and size_bytes:
+            dataset = replace(dataset, start=starts[number], alignment=alignment_of(size_bytes))
+        placed.append(dataset)
+    return placed
 
 
-def index_dataset(size_bytes: int, start: int) -> Dataset:
-    return Dataset((cerebras.INDEX,), "u1", (size_bytes,), {}, start)
+def index_dataset(size_bytes: int, start: int, alignment: int) -> Dataset:
+    """The dataset of the index."""
+    return Dataset((cerebras.INDEX,), "u1", (size_bytes,), {}, start, alignment)

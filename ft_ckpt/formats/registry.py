@@ -72,6 +72,8 @@ class TensorFormat:
     """Raises SelectionError, naming the paths, for an object that `load_object` could not restore."""
     save_object: Callable[[Any, Path], None] | None = None
     """Writes an object to a new file by a library, without a layout known beforehand."""
+    write_compressed: Callable[..., None] | None = None
+    """Writes an object to a new compressed file, see `hdf5_compressed.write_compressed`."""
     load_object: Callable[..., Any] | None = None
     """Loads the object that `save_object` wrote, from (open file, map_location, mapped, verify)."""
     open_folder: "Callable[[Place], TensorFile] | None" = None
@@ -198,7 +200,8 @@ register_format(TensorFormat(
     open_indexed=_Lazily("hdf5:open_hdf5"),
     open_tensors=_Lazily("keras:open_hdf5_tensors"),
     object_dtypes=frozenset(ITEM_BYTES),
-    compressions=("zstd", "lz4", "blosc2", "gzip"),
+    write_compressed=_Lazily("hdf5_compressed:write_compressed"),
+    compressions=("gzip",),
     native_floats=True,
     holds_aliases=True,
 ))  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +14,8 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.verify import listing_manifest
 from ft_ckpt.devices import host_pieces, is_accelerator
 from ft_ckpt.errors import ConfigError, CorruptError, damaged_input, explained
-from ft_ckpt.formats import cerebras, hdf5_compressed
 from ft_ckpt.formats.detect import detect_format, format_by_suffix
 from ft_ckpt.formats.file_io import DeviceTensors, FilePlan, write_file
-from ft_ckpt.formats.hdf5_compressed import Codec
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.pytree import Leaf, flatten, unflatten
 from ft_ckpt.formats.registry import TensorFormat, format_named, tensor_formats
@@ -27,10 +25,9 @@ from ft_ckpt.model.lazy_tensor import LazyTensor, lazy_tensor
 from ft_ckpt.storage.digests import digest_of_open
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.read_ahead import BLOCK_BYTES
-from ft_ckpt.storage.scratch import object_target, replaced_object, scratch_file, spool_file
+from ft_ckpt.storage.scratch import object_target, replaced_object, scratch_file
 from ft_ckpt.storage.store import Readable
-from ft_ckpt.storage.writer import Region, Writer, region_of
+from ft_ckpt.storage.writer import Region, Writer
 
 
 def save(
@@ -40,43 +37,43 @@ def save(
     *,
     native_floats: bool = False,
     compression: str | None = None,
-    shuffle: str | None = "bit",
 ) -> None:
     """Save `obj` to the file `path` or the object at a URL, durably; after an error the previous file is unchanged.
 
     `obj` is any nesting of dicts, lists, tuples, numbers, strings, bytes, numpy arrays and tensors. `format` is "h5",
     "dual", "safetensors" or "torch"; by default the suffix of `path` decides. `native_floats` stores bfloat16 in HDF5
-    files as a type that every reader understands. `compression`: "zstd", "lz4", "blosc2" or "gzip", for HDF5 files
-    only; it temporarily needs about twice the final space. `shuffle`: "bit", "byte" or None, the filter before the
-    compression; gzip always shuffles bytes.
+    files as a type that every reader understands. `compression="gzip"` compresses HDF5 files, after
+    a shuffle of bytes; meanwhile it needs the space of the uncompressed tensors.
 
     Raises SelectionError naming the path inside `obj` of a value that cannot be stored, ConfigError for unknown
     settings, TargetError when `path` cannot be written, NoSpaceError when the disk is full.
     """
     target = object_target(path)
     known = format_by_suffix(str(target)) if format is None else _object_format(format)
-    codec = _compression_codec(known, compression, shuffle)
+    _check_compression(known, compression)
     with _no_collection():
-        plan = None if codec is not None else _plan_object(obj, known, native_floats)
+        plan = None if compression is not None else _plan_object(obj, known, native_floats)
     with explained(target):
+        if compression is not None:
+            with scratch_file(target) as file:
+                _write_compressed(obj, known, file, native_floats)
+            return
         if known.save_object is not None:
             with scratch_file(target) as file:
                 known.save_object(obj, file)
             return
         with replaced_object(target) as stage:
-            if codec is not None:
-                _save_compressed(obj, stage, native_floats, codec)
-            elif plan is not None:
+            if plan is not None:
                 layout, leaves = plan
                 pairs = zip(layout.specs, layout.starts, strict=True)
                 regions = (_leaf_regions(start, spec, leaves[spec.name]) for spec, start in pairs)
                 _write_plan(stage, layout, chain.from_iterable(regions))
 
 
-def compress_file(place: Place, compression: str, shuffle: str | None = "bit") -> None:
+def compress_file(place: Place, compression: str) -> None:
     """Replace an HDF5 file of ours by a compressed one with the same contents. Raises what `load` and `save` raise."""
     known = format_by_suffix(str(place)).name
-    save(load(place, format=known), place, known, compression=compression, shuffle=shuffle)
+    save(load(place, format=known), place, known, compression=compression)
 
 
 def load(
@@ -145,12 +142,17 @@ def _object_format(name: str) -> TensorFormat:
     return format_named(name)
 
 
-def _compression_codec(known: TensorFormat, compression: str | None, shuffle: str | None) -> Codec | None:
-    if compression is None:
-        return None
+def _check_compression(known: TensorFormat, compression: str | None) -> None:
+    """Raise ConfigError unless files of the format can be compressed so."""
+    if compression is None or compression in known.compressions:
+        return
     if not known.compressions:
         raise ConfigError(f"compression {compression!r}: only for HDF5 files, this one is {known.name!r}; leave it out")
-    return Codec(compression, shuffle)
+    methods = ", ".join(map(repr, known.compressions))
+    raise ConfigError(
+        f"compression {compression!r}: {known.name!r} files are written with {methods} or None; "
+        "other filters are read only, use h5repack to write them"
+    )
 
 
 def _plan_object(obj: Any, known: TensorFormat, native_floats: bool) -> tuple[Layout, dict[str, Leaf]] | None:
@@ -181,43 +183,44 @@ def _leaf_regions(start: int, spec: Spec, leaf: Leaf) -> Iterator[Region]:
         yield Region(start, address, spec.size_bytes, keeper)
 
 
-def _save_compressed(obj: Any, stage: Place, native_floats: bool, codec: Codec) -> None:
-    """Compress into an unnamed spool file (in the target's folder if it is local), then write the target."""
-    root, leaves = flatten(obj, cerebras.DTYPES)
+def _write_compressed(obj: Any, known: TensorFormat, path: Path, native_floats: bool) -> None:
+    """Write a new compressed file."""
+    root, leaves = flatten(obj, known.object_dtypes)
     specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
     arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
-    with spool_file(stage.store.folder if isinstance(stage.store, LocalStore) else None) as spool:
-        packed = hdf5_compressed.compress_leaves(specs, lambda number: _leaf_memory(leaves[number]), codec, spool)
-        layout, names = hdf5_compressed.lay_out_compressed(root, specs, arrays, native_floats, packed)
-        by_name = {name: (packed.get(number), leaves[number]) for number, name in enumerate(names)}
-        _write_plan(stage, layout, _packed_regions(layout, by_name, spool))
+    assert known.write_compressed is not None, "a format with compressions"
 
+    def values_of(number: int) -> Any:
+        return _leaf_bytes(leaves[number])
 
-def _packed_regions(
-    layout: Layout, leaves: dict[str, tuple[hdf5_compressed.PackedTensor | None, Leaf]], spool: BinaryIO
-) -> Iterator[Region]:
-    for spec, at in zip(layout.specs, layout.starts, strict=True):
-        packed, leaf = leaves[spec.name]
-        if packed is None:
-            yield from _leaf_regions(at, spec, leaf)
-            continue
-        spool.seek(packed.start)
-        for start in range(0, spec.size_bytes, BLOCK_BYTES):
-            yield region_of(at + start, spool.read(min(BLOCK_BYTES, spec.size_bytes - start)))
+    known.write_compressed(path, root, specs, arrays, native_floats, values_of)
 
 
 def _leaf_memory(leaf: Leaf) -> tuple[int, Any]:
     """The address of the contiguous values of `leaf`, and the object that owns the memory."""
+    values = _contiguous_values(leaf)
+    return (values.ctypes.data if isinstance(values, np.ndarray) else values.data_ptr()), values
+
+
+def _leaf_bytes(leaf: Leaf) -> Any:
+    """The contiguous values of `leaf` as a flat numpy array of bytes."""
+    values = _contiguous_values(leaf)
+    if isinstance(values, np.ndarray):
+        return values.reshape(-1).view(np.uint8)
+    return values.reshape(-1).view(torch.uint8).numpy()
+
+
+def _contiguous_values(leaf: Leaf) -> Any:
+    """The values of `leaf` as a contiguous numpy array, or a contiguous tensor on the CPU."""
     if leaf.is_array:
-        array = np.ascontiguousarray(leaf.data)
-        return array.ctypes.data, array
+        return np.ascontiguousarray(leaf.data)
     source = leaf.data
     fresh = isinstance(source, LazyTensor) and not source.is_loaded
     tensor = source.values() if isinstance(source, LazyTensor) else source
     tensor = _plain_values(tensor).cpu().contiguous()
     if fresh:
         source.release()  # so that converting a large file does not keep all of it in memory
-    return tensor.data_ptr(), tensor
+    return tensor
 
 
 def _plain_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -134,7 +134,7 @@ def create_file(
             elif access != FREE:
                 local_disk.warn_if_open(path, os.fstat(plain), bits)
             if not shared:
-                _allocate_space(plain, size_bytes)
+                allocate_space(plain, size_bytes)
             unbuffered = _open_unbuffered(draft) if direct else -1
         except BaseException:
             os.close(plain)
@@ -152,7 +152,7 @@ def allocate_file(path: Path, size_bytes: int, access: Access = FREE) -> None:
     with explained(path):
         descriptor = os.open(path, _FLAGS | os.O_CREAT, 0o666 & local_disk.access_at(path, access).file_bits)
         try:
-            _allocate_space(descriptor, size_bytes)
+            allocate_space(descriptor, size_bytes)
             os.ftruncate(descriptor, size_bytes)
         finally:
             os.close(descriptor)
@@ -170,11 +170,14 @@ def _open_unbuffered(path: Path) -> int:
         return -1
 
 
-def _allocate_space(descriptor: int, size_bytes: int) -> None:
-    """Allocate the space, so that a full disk is found before the first write. Raises OSError when it is full."""
+def allocate_space(descriptor: int, size_bytes: int, *, keeps_size: bool = False) -> None:
+    """Allocate the space, so that a full disk is found before the first write.
+
+    With `keeps_size` the file does not get longer. Raises OSError when the disk is full.
+    """
     try:
         if size_bytes:
-            libc.fallocate(descriptor, size_bytes)
+            libc.fallocate(descriptor, size_bytes, keeps_size=keeps_size)
     except OSError as error:
         if error.errno in _FULL:
             raise

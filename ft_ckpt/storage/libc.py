@@ -9,6 +9,7 @@ from pathlib import Path
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _MAP_NORESERVE = 0x4000  # a private mapping of a large file must not count as committed memory
+_KEEP_SIZE = 1  # linux/falloc.h
 _CACHESTAT = 451  # linux 6.5; the same number on every architecture
 DONTNEED, HUGEPAGE = 4, 14  # linux: MADV_DONTNEED, MADV_HUGEPAGE
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -29,14 +30,17 @@ def exchange_folders(one: Path, other: Path) -> None:
             raise OSError(code, os.strerror(code), str(other))
 
 
-def fallocate(descriptor: int, size_bytes: int) -> None:
-    """Allocate the first `size_bytes` of a file. Raises OSError, with ENOSYS where the C library has no such call.
+def fallocate(descriptor: int, size_bytes: int, *, keeps_size: bool = False) -> None:
+    """Allocate the first `size_bytes` of a file; with `keeps_size`, its size stays as it is.
+
+    Raises OSError, with ENOSYS where the C library has no such call.
 
     Not posix_fallocate: on file systems without the operation, the C library writes to every block.
     """
     if not hasattr(_LIBC, "fallocate"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), "fallocate")
-    while _LIBC.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)):
+    mode = _KEEP_SIZE if keeps_size else 0
+    while _LIBC.fallocate(descriptor, mode, ctypes.c_int64(0), ctypes.c_int64(size_bytes)):
         code = ctypes.get_errno()
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))

@@ -1,5 +1,6 @@
 """Scratch files for libraries that need a path, and atomic replacement of files."""
 
+import io
 import os
 import shutil
 import tempfile
@@ -8,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from ft_ckpt.errors import ConfigError, CorruptError, TargetError, explained, listing
 from ft_ckpt.messages import printable, printable_lines
 from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.direct_io import allocate_space
 from ft_ckpt.storage.kept_store import KeptFile
 from ft_ckpt.storage.local_disk import DRAFTS, list_entries, locked_folder
 from ft_ckpt.storage.local_file import LocalFile, open_local_file
@@ -216,6 +218,47 @@ def scratch_folder(store: Store) -> Iterator[Path]:
 def spool_file(folder: Path | None = None) -> BinaryIO:
     """An unnamed, unbuffered file, on the disk of `folder` if given; deleted when it is closed."""
     return cast("BinaryIO", tempfile.TemporaryFile(dir=folder, buffering=0))
+
+
+class LibraryFile(io.FileIO):
+    """A new file that a library writes in C code, which the error of a write must not reach.
+
+    Space for `max_bytes` is allocated first. The error of a write is kept and later writes are
+    skipped; `check` raises it.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        super().__init__(path, "w+b")
+        self.error: OSError | None = None
+        try:
+            allocate_space(self.fileno(), max_bytes, keeps_size=True)
+        except OSError:
+            self.close()
+            raise
+
+    def write(self, data: Any) -> int:
+        """Write `data`; returns its size in bytes, whether or not that failed."""
+        memory = memoryview(data)
+        try:
+            done = 0
+            while self.error is None and done < len(memory):
+                done += super().write(memory[done:])
+        except OSError as error:
+            self.error = error
+        return len(memory)
+
+    def truncate(self, size: int | None = None) -> int:
+        """Cut the file, unless a write has failed."""
+        try:
+            return super().truncate(size) if self.error is None else 0
+        except OSError as error:
+            self.error = error
+            return 0
+
+    def check(self) -> None:
+        """Raise the error of the first write that failed, if any."""
+        if self.error is not None:
+            raise self.error
 
 
 def files_made_by(make: Callable[[Path], object]) -> dict[str, bytes]:

@@ -120,7 +120,7 @@ WEIGHTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sharded": (llama, {"max_shard_size": 2000}),
     "dual": (llama, {"format": "dual"}),
     "h5": (llama, {"format": "h5"}),
-    "zstd": (llama, {"format": "h5", "compression": "zstd"}),
+    "zstd": (llama, {"format": "h5", "compression": "zstd"}),  # written by 0.1 to 0.3
     "gzip": (llama, {"format": "h5", "compression": "gzip"}),
     "lora": (lora, {"adapter_only": True}),
     "module": (Network, {}),

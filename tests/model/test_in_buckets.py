@@ -207,7 +207,7 @@ def test_files_of_ours_of_any_age(golden):
     assert repr(near) == repr(far)
 
 
-def test_hdf5_files_of_others_are_tried_in_a_copy(tmp_path, monkeypatch):
+def test_hdf5_files_of_others_are_read_from_a_copy(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "room"))
     (tmp_path / "room").mkdir()
     with h5py.File(tmp_path / "x.h5", "w") as file:

@@ -31,8 +31,8 @@ CHECKPOINT = {"commit", "delete", "guards", "open_checkpoint", "run_lease"}
 TRAINERS = {"integrations/trainer_layout"}
 # Signatures of folders on a disk, by a library that reads paths; a signature beside a copy.
 SIGNATURES = {"checkpoint/sign", "checkpoint/signature", "transfer/signatures"}
-# Standard output; the descriptor that a child process is given, which imports no store.
-STREAMS = {"cli/options", "formats/hdf5_probe"}
+# Standard output.
+STREAMS = {"cli/options"}
 # Whether a word that is no command is the name of a file.
 WORDS = {"cli/__init__"}
 

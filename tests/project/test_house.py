@@ -305,7 +305,7 @@ def is_runnable(line: str) -> bool:
         return rest[0].startswith("--") or rest[0] in cli_commands()
     if "/" in name:
         return os.access(ROOT / name, os.X_OK)
-    return name in {"accelerate", "export", "hf", "mv", "pip", "printf", "python", "swift"}
+    return name in {"accelerate", "export", "h5repack", "hf", "mv", "pip", "printf", "python", "swift", "timeout"}
 
 
 def cli_commands() -> list[str]:

@@ -393,11 +393,9 @@ def test_resumed_from_a_background_checkpoint_the_run_is_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"format": "h5"}, {"format": "dual"}, {"format": "h5", "compression": "zstd"}, {"dtype": "bfloat16"}]
+    "settings", [{"format": "h5"}, {"format": "dual"}, {"format": "h5", "compression": "gzip"}, {"dtype": "bfloat16"}]
 )
 def test_other_formats(tmp_path, settings):
-    if "compression" in settings:
-        pytest.importorskip("hdf5plugin")
     model, optimizer, saver = stamped(tmp_path, **settings)
     with saver:
         step(model, optimizer)

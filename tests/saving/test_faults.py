@@ -66,7 +66,7 @@ def saved_kinds(root):
         saver.save(models.llama(), root / "sharded", step=1, max_shard_size=20_000)
         saver.save(model, root / "adapter", adapter_only=True)
         saver.save(models.policy_and_value(), root / "parts", attribute=["policy", "value_head"])
-    for form, options in (("h5", {}), ("dual", {}), ("h5", {"compression": "zstd"})):
+    for form, options in (("h5", {}), ("dual", {}), ("h5", {"compression": "gzip"})):
         with CheckpointSaver(format=form, **options) as saver:
             saver.save(models.llama(), root / f"{form}{'-'.join(options)}")
     with CheckpointSaver(None, root / "run") as saver:

@@ -112,13 +112,11 @@ def test_changed_bytes_are_found(tmp_path, form):
     assert any("model.h5: digest" in problem for problem in ft_ckpt.verify(report.path).problems)
 
 
-@pytest.mark.parametrize("codec", ["zstd", "lz4", "blosc2"])
-def test_compressed(tmp_path, codec):
+def test_compressed(tmp_path):
     """Smaller, committed with the digests of what lies there, and the same model again."""
-    pytest.importorskip("hdf5plugin")
     model = models.build("wide").to(torch.bfloat16)
     plain = CheckpointSaver(format="h5").save(model, tmp_path / "plain")
-    report = CheckpointSaver(format="h5", compression=codec).save(model, tmp_path / "out")
+    report = CheckpointSaver(format="h5", compression="gzip").save(model, tmp_path / "out")
     assert report.bytes < 0.9 * plain.bytes
     assert ft_ckpt.verify(report.path).ok
     loaded, live = ft_ckpt.load_model(report.path).state_dict(), model.state_dict()
@@ -127,7 +125,7 @@ def test_compressed(tmp_path, codec):
 
 def test_compression_is_for_hdf5():
     with pytest.raises(ConfigError, match=r"expected .* with format='h5'"):
-        CheckpointSaver(compression="zstd")
+        CheckpointSaver(compression="gzip")
 
 
 def test_files_of_the_caller_leave_the_checkpoint_its_names(tmp_path):

@@ -25,7 +25,7 @@ from ft_ckpt.errors import CheckpointError, ConfigError, RanksDisagreeError, Tar
         ({"name_template": "{step[0]}"}, "expected {step} or {epoch}"),
         ({"name_template": ".run-{step}"}, "no dot at the beginning"),
         ({"max_shard_size": "9" * 400}, "max_shard_size='99+': expected a size above 0"),
-        ({"compression": ["zstd"]}, r"compression=\['zstd'\]: expected zstd with format='h5'"),
+        ({"compression": ["zstd"]}, r"compression=\['zstd'\]: expected 'gzip' with format='h5'"),
         ({"base_id": 5}, "base_id=5: expected"),
         ({"io_block_bytes": 65536.0}, "io_block_bytes=65536.0: expected a multiple of 4096"),
     ],

@@ -279,7 +279,7 @@ def single_files(folder: Path) -> None:
     table = torch.randn(LARGE, generator=torch.Generator().manual_seed(2))
     state = {"table": table.to(device()), "tied": None, "crossed": table[:12].view(3, 4).t().to(device()), "lr": 0.1}
     state["tied"] = state["table"]
-    for name, asked in {"a.h5": {}, "a.safetensors": {}, "a.pt": {}, "packed.h5": {"compression": "zstd"}}.items():
+    for name, asked in {"a.h5": {}, "a.safetensors": {}, "a.pt": {}, "packed.h5": {"compression": "gzip"}}.items():
         ft_ckpt.save(state, folder / name, **asked)
         found = ft_ckpt.load(folder / name, map_location=device())
         assert found["lr"] == 0.1

@@ -42,7 +42,7 @@ def prepare(folder: Path) -> None:
         saver.save(models.lora(), folder / "adapter", adapter_only=True)
     for suffix in (".safetensors", ".pt", ".h5"):
         ft_ckpt.save(state(3), folder / f"out{suffix}")
-    ft_ckpt.save(state(3), folder / "packed.h5", compression="zstd")
+    ft_ckpt.save(state(3), folder / "packed.h5", compression="gzip")
 
 
 def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -1,8 +1,8 @@
 """Damaged inputs for some readers, one after the other: `python mutations.py GROUP[,GROUP] SEED FIRST END FOLDER`.
 
 Prints "begin GROUP/N" before each input, then "end" with its outcome and seconds: "whole", "refused", "memory" (refused
-for lack of it), or "foreign" with the error, or with the time or the memory used, by child processes, too. An input
-that ends the process, or takes over STEP_SECONDS of CPU time, is the last that began.
+for lack of it), or "foreign" with the error, or with the time it took. An input that ends the process, or takes over
+STEP_SECONDS of CPU time, is the last that began.
 """
 
 import json
@@ -171,7 +171,7 @@ def golden(name):
 
 def crafted_index(folder):
     """A file of ours with a mutated index under a valid digest."""
-    save(nested(), folder / "x.h5", compression="zstd")
+    save(nested(), folder / "x.h5")
     content = (folder / "x.h5").read_bytes()
     _, data_start, start, *_ = struct.unpack(tensor_file._FOOTER, content[-64:-8])
     text = json.loads(content[start:-64])
@@ -182,25 +182,6 @@ def crafted_index(folder):
         (folder / "x.h5").unlink()
         (folder / "x.h5").write_bytes(content[:start] + index + end)
         both(folder / "x.h5")
-
-    return attempt
-
-
-def crafted_chunks(folder):
-    """Damaged compressed chunks, given to the filters directly: no checksum stops them."""
-    from ft_ckpt.formats.hdf5_compressed import Codec, decode_chunk, encode_chunk
-
-    data = np.random.default_rng(0).integers(0, 9, 1 << 14, np.uint8).tobytes() + bytes(1 << 14)
-    codecs = [
-        Codec(method, shuffle).filter_chain(2, len(data))
-        for method in ("zstd", "lz4")
-        for shuffle in ("bit", "byte", None)
-    ]
-    chunks = [(filters, *encode_chunk(filters, data)) for filters in codecs]
-
-    def attempt(dice):
-        filters, stored, mask = dice.choice(chunks)
-        decode_chunk(filters, mutated(stored, dice), mask, len(data), "x")
 
     return attempt
 
@@ -341,9 +322,8 @@ GROUPS = {
     "safetensors header": crafted_header,
     "dual": on_file(lambda path: save(nested(), path, "dual"), "x.safetensors"),
     "hdf5": on_file(lambda path: save(nested(), path), "x.h5"),
-    "hdf5 compressed": on_file(lambda path: save(flat(), path, compression="zstd"), "x.h5"),
+    "hdf5 compressed": on_file(lambda path: save(flat(), path, compression="gzip"), "x.h5"),
     "hdf5 index": crafted_index,
-    "hdf5 chunks": crafted_chunks,
     "hdf5 moved": on_file(moved, "x.h5"),
     "hdf5 foreign": on_file(foreign, "x.h5"),
     "cerebras 0.5": on_file(cerebras, "x.h5"),
@@ -366,25 +346,18 @@ GROUPS = {
 
 
 def outcome(attempt, dice):
-    begun, spent = time.monotonic(), children().ru_utime + children().ru_stime
+    begun = time.monotonic()
     try:
         attempt(dice)
         found = "whole"
     except CheckpointError as error:
         found = "memory" if _is_memory(error) else "refused"
-        found = f"foreign {error}" if "no sign of life" in str(error) else found  # nobody worked: each waited
     except Exception as error:
         found = f"foreign {type(error).__name__}: {str(error)[:300]!r}"
-    took, worked = time.monotonic() - begun, children().ru_utime + children().ru_stime - spent
-    if took > WAIT_SECONDS or worked > STEP_SECONDS:
-        found = f"foreign {took:.0f} s, {worked:.0f} s of them at work: {found}"
-    if children().ru_maxrss << 10 > MOST_BYTES:
-        found = f"foreign {children().ru_maxrss >> 10} MiB: {found}"
+    took = time.monotonic() - begun
+    if took > WAIT_SECONDS:
+        found = f"foreign {took:.0f} s: {found}"
     return f"{found} in {took:.1f} s"
-
-
-def children():
-    return resource.getrusage(resource.RUSAGE_CHILDREN)
 
 
 def _is_memory(error):
