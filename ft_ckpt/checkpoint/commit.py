@@ -15,16 +15,12 @@ At every instant the old or the new checkpoint is in place, or `recover_target` 
 interrupted pour. Files that no manifest of ours listed stay.
 """
 
-import contextlib
 import errno
-import functools
 import json
-import operator
 import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +42,7 @@ from ft_ckpt.messages import warn
 from ft_ckpt.storage import local_disk, locks
 from ft_ckpt.storage.local_disk import ABANDONED_SECONDS, clear_drafts, make_locked_folder
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.store import FREE, Access, is_inside, read_text
+from ft_ckpt.storage.store import is_inside, read_text
 from ft_ckpt.storage.trials import is_on_bucket, refuse_unfit
 
 LEFTOVER = re.compile(rf"\.(?:(?P<target>.+)\.)?ft_ckpt-(?P<what>stage|old)-(?P<owner>{locks.OWNER})", re.DOTALL)
@@ -195,7 +191,7 @@ def _warn_left(stage: Path, target: Path, error: Exception) -> None:
     warn(f"{target}: {stage.name} is left for the next save to clear ({error})", stacklevel=5)
 
 
-_open: dict[Path, int] = {}  # unfinished stages of this process -> the permission bits that they will get
+_open: set[Path] = set()  # unfinished stages of this process
 _NOT_BESIDE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
 _NO_SWAP = {
     *(errno.EACCES, errno.EPERM),  # another user's parent folder, or a sandbox that forbids the call
@@ -228,12 +224,11 @@ def check_target(target: Path, needed_bytes: int) -> None:
         )
 
 
-def open_stage(target: Path, access: Access = FREE) -> Path:
+def open_stage(target: Path) -> Path:
     """A new hidden folder to fill for `target`, beside it (inside it, if a mount or permissions require that).
 
     It is locked until it is committed or discarded, so that no other process takes it for a leftover. Until then only
-    this user may enter it if `access`, or the old checkpoint, is restricted. Settles leftovers of earlier saves to
-    `target` first. Raises TargetError or NoSpaceError.
+    this user may enter it. Settles leftovers of earlier saves to `target` first. Raises TargetError or NoSpaceError.
     """
     check_target(target, 0)
     with explained(target):
@@ -241,21 +236,16 @@ def open_stage(target: Path, access: Access = FREE) -> Path:
         recover_target(target)
         local_disk.make_folder(target.parent)
         stage = _new_stage(target)
-        _open[stage] = 0  # so that it can be discarded
-        try:
-            _open[stage] = _close_stage(stage, target, access)
-        except BaseException:
-            discard_stage(stage)
-            raise
+        _open.add(stage)
     return stage
 
 
-def commit_stage(stage: Path, target: Path, manifest: Manifest, access: Access = FREE) -> None:
+def commit_stage(stage: Path, target: Path, manifest: Manifest, max_mode: int = 0o777) -> None:
     """Make `stage` the checkpoint `target`, durably, with `manifest`; on an exception before that, nothing changes.
 
     The manifest must list every file in the stage. Files of `target` that belong to no checkpoint stay, except weights
-    that readers would mix up with the new ones. Files and folders keep the permissions of the ones they replace,
-    limited by `access`. Leftovers that cannot be deleted are a warning, and left to the next save.
+    that readers would mix up with the new ones. Files and folders get the permissions of the ones they replace,
+    limited by `max_mode`, see LocalStore. Leftovers that cannot be deleted are a warning, and left to the next save.
 
     Raises CorruptError when stage and manifest differ, ManifestError when a path leads out of the folder, TargetError
     or NoSpaceError when `target` cannot be written: the old checkpoint is still there. One TargetError is raised after
@@ -265,7 +255,7 @@ def commit_stage(stage: Path, target: Path, manifest: Manifest, access: Access =
         target = local_disk.real_path(target)
         with locks.holding_lock(target):  # after an exchange this is the old one, at the stage's place
             try:
-                _seal_and_place(stage, target, manifest, access)
+                _seal_and_place(stage, target, manifest, max_mode)
             finally:
                 _release_stage(stage)
 
@@ -278,9 +268,10 @@ def place_files(stage: Path, target: Path) -> None:
     with explained(target):
         target = local_disk.real_path(target)
         everything = list(local_disk.walk_tree(stage))
+        local_disk.make_folder(target)
+        local_disk.take_mode(stage, target.stat())
         local_disk.sync_all([*everything, stage])
-        if not (_is_movable(stage, target) and _swap_folders(stage, target, FREE, committed=False)):
-            local_disk.make_folder(target)
+        if not (_is_movable(stage, target) and _swap_folders(stage, target, committed=False)):
             files = [path.relative_to(stage).as_posix() for path in everything if not path.is_dir()]
             local_disk.move_files(files, stage, target)
 
@@ -300,15 +291,15 @@ def discard_stage(stage: Path) -> None:
             _release_stage(stage)
 
 
-def _seal_and_place(stage: Path, target: Path, manifest: Manifest, access: Access) -> None:
+def _seal_and_place(stage: Path, target: Path, manifest: Manifest, max_mode: int) -> None:
     sealed = None
     try:
         check_paths(manifest, str(target))
         if manifest.step is None and manifest.number is None:
             manifest = replace(manifest, number=next_number(LocalStore(target), LocalStore(target.parent)))
-        _seal_stage(stage, manifest, target, access)
+        _seal_stage(stage, manifest, target, max_mode)
         sealed = (stage / MANIFEST_NAME).lstat()
-        _place_stage(stage, target, manifest, access)
+        _place_stage(stage, target, manifest)
     except OSError as error:
         if sealed is not None and _holds_manifest(target, sealed):
             # the old checkpoint stays: after a power cut it may be the only one
@@ -322,7 +313,7 @@ def _seal_and_place(stage: Path, target: Path, manifest: Manifest, access: Acces
 
 
 def _release_stage(stage: Path) -> None:
-    _open.pop(stage, None)
+    _open.discard(stage)
     locks.release_lock(stage)
 
 
@@ -346,86 +337,56 @@ def _durability_error(stage: Path, target: Path, error: OSError) -> TargetError:
 def _new_stage(target: Path) -> Path:
     if not local_disk.holds_mount(target):
         try:
-            return make_locked_folder(lambda owner: target.parent / f".{target.name}.ft_ckpt-stage-{owner}")
+            return make_locked_folder(lambda owner: target.parent / f".{target.name}.ft_ckpt-stage-{owner}", 0o700)
         except OSError as error:
             if error.errno not in _NOT_BESIDE or not target.is_dir():
                 raise
-    return make_locked_folder(lambda owner: target / f".ft_ckpt-stage-{owner}")
+    return make_locked_folder(lambda owner: target / f".ft_ckpt-stage-{owner}", 0o700)
 
 
-def _close_stage(stage: Path, target: Path, access: Access) -> int:
-    """Close a stage with restricted files to other users; returns its mode according to the umask.
-
-    New files in it get the group of the folder that it replaces.
-    """
-    mode = open_to = local_disk.permission_bits(stage)
-    if target.is_dir():
-        around = target.stat()
-        local_disk.take_group(stage, around.st_gid)
-        mode |= around.st_mode & stat.S_ISGID
-        open_to &= around.st_mode
-    for old in _facts_of(target, [MANIFEST_NAME, *(listed_files(target) or ())]).values():
-        open_to &= old.st_mode >> 2  # who may read may enter
-    is_closed = access != FREE or mode & ~open_to & 0o011
-    local_disk.set_mode(stage, mode & ~0o077 if is_closed else mode)
-    return mode
-
-
-def _seal_stage(stage: Path, manifest: Manifest, target: Path, access: Access) -> None:
+def _seal_stage(stage: Path, manifest: Manifest, target: Path, max_mode: int) -> None:
     """Make the stage complete and durable. No reader trusts a manifest in a stage, so everything is synced at once."""
     clear_drafts(stage)  # hidden files, which would stay in the checkpoint
     _check_contents(stage, manifest)
-    LocalStore(stage, syncs=False, access=access).write(MANIFEST_NAME, manifest_to_json(manifest).encode())
+    LocalStore(stage, syncs=False, max_mode=max_mode).write(MANIFEST_NAME, manifest_to_json(manifest).encode())
     everything = [*local_disk.walk_tree(stage), stage]
-    _grant_access(stage, everything, target, access)
+    _set_modes(stage, everything, target, max_mode)
     local_disk.sync_all(everything)
 
 
-def _grant_access(stage: Path, everything: list[Path], target: Path, access: Access) -> None:
-    """Give files the permissions of the ones they replace, and new files those that the umask allows.
+def _set_modes(stage: Path, everything: list[Path], target: Path, max_mode: int) -> None:
+    """Give files and folders the permissions of the ones they replace, and new ones those of the manifest.
 
-    If no file of the old checkpoint was open to others, no new one is. Libraries may create files for the owner only,
-    so each file gets its mode here, except with a restricted `access`: the store has then set it already. Files linked
-    to an earlier checkpoint are not opened further.
+    Libraries may create files for the owner only, so each file gets its mode here. A file that is linked to an earlier
+    checkpoint keeps its mode.
     """
-    file_mode = local_disk.permission_bits(stage / MANIFEST_NAME) if access == FREE else 0o777
-    folder_mode = _open.get(stage, local_disk.permission_bits(stage))
-    old = _facts_of(target, [MANIFEST_NAME, *(listed_files(target) or ())])
-    was_open = functools.reduce(operator.or_, (each.st_mode for each in old.values())) if old else 0o777
-    may_enter = was_open | (was_open & 0o444) >> 2  # a reader of a file may enter its folder
-    places = {path.relative_to(stage).as_posix(): path for path in everything if path != stage}
-    known, found = _facts_of(target, places), _facts_of(stage, places)
-    inodes = Counter((each.st_dev, each.st_ino) for each in found.values())
-    if target.is_dir() and local_disk.permission_bits(target) & ~access.folder_bits & 0o077:
-        access = access.for_file  # files may have to be moved into it
-    for name, path in places.items():
-        now, is_folder = found[name], stat.S_ISDIR(found[name].st_mode)
-        limit = access.in_group(now.st_gid)
-        if access != FREE:
-            limit &= Access(now.st_mode, now.st_mode)
-        if not is_folder and now.st_nlink > inodes[now.st_dev, now.st_ino]:
-            local_disk.set_mode(path, now.st_mode & (known[name].st_mode if name in known else was_open) & 0o777)
-        elif name in known:
-            local_disk.take_access(path, known[name], limit)
+    manifest_mode = local_disk.permission_bits(stage / MANIFEST_NAME)
+    replaced_manifest = _replaced(target / MANIFEST_NAME)
+    if replaced_manifest is not None:
+        manifest_mode = replaced_manifest.st_mode & max_mode | stat.S_IRUSR
+    stats = {path: path.lstat() for path in everything}
+    names_in_stage = Counter(found.st_ino for found in stats.values())
+    for path, found in stats.items():
+        is_folder = stat.S_ISDIR(found.st_mode)
+        if not is_folder and found.st_nlink > names_in_stage[found.st_ino]:
+            continue
+        replaced = _replaced(target / path.relative_to(stage))
+        if replaced is not None and stat.S_ISDIR(replaced.st_mode) == is_folder:
+            local_disk.take_mode(path, replaced, max_mode)
         elif is_folder:
-            wanted = folder_mode & may_enter & limit.folder_bits | now.st_mode & 0o7000
-            local_disk.set_mode(path, wanted | stat.S_IRWXU)
+            special_bits = found.st_mode & 0o7000  # inherited from the folder around it
+            local_disk.set_mode(path, local_disk.folder_mode(manifest_mode) | special_bits)
         else:
-            local_disk.set_mode(path, file_mode & was_open & limit.file_bits | stat.S_IRUSR)
-    if not target.is_dir():  # an existing folder's mode is taken over when the stage replaces it
-        limit = access.in_group(stage.stat().st_gid)
-        local_disk.set_mode(stage, folder_mode & (limit.folder_bits | 0o7000) | stat.S_IRWXU)
+            local_disk.set_mode(path, manifest_mode)
 
 
-def _facts_of(folder: Path, names: Iterable[str]) -> dict[str, os.stat_result]:
-    """The facts about those of `names` that are files or folders in `folder`."""
-    found = {}
-    for name in names:
-        with contextlib.suppress(OSError):
-            about = (folder / name).lstat()
-            if not stat.S_ISLNK(about.st_mode):
-                found[name] = about
-    return found
+def _replaced(path: Path) -> os.stat_result | None:
+    """The facts about the file or folder that will be replaced, if there is one; links count for nothing."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return None if stat.S_ISLNK(found.st_mode) else found
 
 
 def _check_contents(stage: Path, manifest: Manifest) -> None:
@@ -446,11 +407,11 @@ def _check_contents(stage: Path, manifest: Manifest) -> None:
         raise CorruptError(f"{listing(sorted(wrong))}: the stage is not what the manifest describes; save again")
 
 
-def _place_stage(stage: Path, target: Path, manifest: Manifest, access: Access) -> None:
+def _place_stage(stage: Path, target: Path, manifest: Manifest) -> None:
     old = listed_files(target)
     new = [file.path for file in manifest.files]
     _check_obstacles(target, new, old or frozenset())
-    if not (_is_movable(stage, target) and _swap_folders(stage, target, access, committed=old is not None)):
+    if not (_is_movable(stage, target) and _swap_folders(stage, target, committed=old is not None)):
         aside = set() if old is None else {SIGNATURE_NAME, *old}
         _pour_files(stage, target, {*aside, *new, *misleading_files(LocalStore(target), manifest)}, new)
 
@@ -474,10 +435,8 @@ def _check_obstacles(target: Path, new: list[str], old: frozenset[str]) -> None:
         )
 
 
-def _swap_folders(stage: Path, target: Path, access: Access, *, committed: bool) -> bool:
+def _swap_folders(stage: Path, target: Path, *, committed: bool) -> bool:
     """Put the stage in place in one step; False if that is impossible, and nothing has changed."""
-    if target.is_dir():
-        local_disk.take_access(stage, target.stat(), access)
     try:
         if not target.exists() or not any(target.iterdir()):
             local_disk.move(stage, target)

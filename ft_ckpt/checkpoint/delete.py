@@ -73,7 +73,7 @@ def delete_state(path: Path) -> Removal:
     if why := _deletion_obstacles(path):
         return Removal(path, why=why)
     manifest = read_manifest(path)
-    store = LocalStore(path, access=local_disk.access_of((path / MANIFEST_NAME).stat()))
+    store = LocalStore(path, max_mode=local_disk.permission_bits(path / MANIFEST_NAME))
     store.write(TOMBSTONE, store.read(MANIFEST_NAME))
     store.write(MANIFEST_NAME, manifest_to_json(without_state(manifest)).encode())
     return finish_deletion(path)

@@ -8,7 +8,7 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint, text_identity
 from ft_ckpt.checkpoint.signature import SIGNATURE_NAME, make_signature, unlisted_files
 from ft_ckpt.errors import CorruptError, listing
-from ft_ckpt.storage.local_disk import access_of
+from ft_ckpt.storage.local_disk import permission_bits
 from ft_ckpt.storage.local_store import LocalStore, folder_of
 from ft_ckpt.storage.place import Place, open_place
 
@@ -45,7 +45,7 @@ def sign(
         if any(file.path == SIGNATURE_NAME for file in held.manifest.files):
             raise CorruptError(f"{folder}: {SIGNATURE_NAME}: listed by the manifest, expected no file of this name")
         bundle = make_signature(held.store, held.manifest, key, password, provider)
-        store = LocalStore(folder, access=access_of((folder / MANIFEST_NAME).stat()))
+        store = LocalStore(folder, max_mode=permission_bits(folder / MANIFEST_NAME))
         store.write(SIGNATURE_NAME, bundle)
         if text_identity(manifest_text(store).encode()) != held.identity:
             store.delete([SIGNATURE_NAME])

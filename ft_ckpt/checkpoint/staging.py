@@ -26,7 +26,7 @@ from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.proofs import prove_sources
 from ft_ckpt.storage.read_ahead import BLOCK_BYTES
-from ft_ckpt.storage.store import FREE, Access, Store, Stored
+from ft_ckpt.storage.store import Store, Stored
 
 _READS_AT_ONCE = 8
 _PAUSES = (0.0, 1.0, 4.0)  # seconds before each attempt to write the manifest
@@ -64,11 +64,11 @@ class LocalStaging:
     stage: Path
     target: Path
     direct_bytes: int | None = BLOCK_BYTES  # see LocalStore
-    access: Access = FREE  # see LocalStore
+    max_mode: int = 0o777  # see LocalStore
 
     @property
     def store(self) -> LocalStore:
-        return replace(stage_store(self.stage, self.direct_bytes), access=self.access)
+        return replace(stage_store(self.stage, self.direct_bytes), max_mode=self.max_mode)
 
     @property
     def beside(self) -> LocalStore:
@@ -76,7 +76,7 @@ class LocalStaging:
 
     def commit(self, manifest: Manifest) -> None:
         prove_sources()
-        commit.commit_stage(self.stage, self.target, manifest, self.access)
+        commit.commit_stage(self.stage, self.target, manifest, self.max_mode)
 
     def discard(self) -> None:
         commit.discard_stage(self.stage)
@@ -222,15 +222,15 @@ def open_staging_at(
     *,
     run_id: str | None = None,
     overwrite: bool = False,
-    access: Access = FREE,
+    max_mode: int = 0o777,
 ) -> Staging:
     """A new staging for a place in any store; raises as `open_staging` and `open_object_staging` do.
 
-    On a disk, `access` limits the permissions of what is committed.
+    On a disk, `max_mode` limits the permissions of what is committed.
     """
     store = target.folder
     if isinstance(store, LocalStore):
-        return open_staging(store.folder, direct_bytes, access)
+        return open_staging(store.folder, direct_bytes, max_mode)
     return open_object_staging(target.beside, target.basename, run_id=run_id, overwrite=overwrite)
 
 
@@ -243,9 +243,9 @@ def settle_staging_at(target: Place) -> None:
         clear_spent_mark(store)
 
 
-def open_staging(target: Path, direct_bytes: int | None = BLOCK_BYTES, access: Access = FREE) -> LocalStaging:
+def open_staging(target: Path, direct_bytes: int | None = BLOCK_BYTES, max_mode: int = 0o777) -> LocalStaging:
     """A new staging for the folder `target`; raises as `commit.open_stage` does. Other arguments: see LocalStore."""
-    return LocalStaging(commit.open_stage(target, access), target, direct_bytes, access)
+    return LocalStaging(commit.open_stage(target), target, direct_bytes, max_mode)
 
 
 def stage_store(stage: Path, direct_bytes: int | None = BLOCK_BYTES) -> LocalStore:

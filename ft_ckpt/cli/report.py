@@ -14,7 +14,7 @@ from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, source_access
+from ft_ckpt.storage.place import Place, source_mode
 
 
 def add_report(parser: ArgumentParser) -> None:
@@ -45,8 +45,8 @@ def _report(options: Namespace) -> None:
         views.print_json({**vars(facts), "disk_bytes": facts.disk_bytes})
         return
     goal = Place(LocalStore(target.parent), target.name)
-    access = reduce(and_, (source_access(info.place, info.place, goal) for info in infos))
-    store = LocalStore(target.absolute().parent, access=access.for_file)
+    modes = [source_mode(info.place, info.place, goal) for info in infos]
+    store = LocalStore(target.absolute().parent, max_mode=reduce(and_, modes))
     store.write(target.name, page_text(facts).encode("utf-8", "backslashreplace"))
     size = human_size(facts.disk_bytes)
     print_lines(f"{run}: {len(facts.checkpoints)} checkpoints, {size} -> {target}")

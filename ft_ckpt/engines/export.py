@@ -23,7 +23,7 @@ from ft_ckpt.formats.tensor_file import MemoryFile
 from ft_ckpt.model.convert import ConvertReport, check_apart, convert_options, open_source, write_converted
 from ft_ckpt.model.folder import FolderPart, WeightsFolder
 from ft_ckpt.model.settings import adapter_settings
-from ft_ckpt.storage.place import Place, open_place, source_access
+from ft_ckpt.storage.place import Place, open_place, source_mode
 
 _CONFIG = "adapter_config.json"
 _ANY_RANK = 1 << 20
@@ -63,7 +63,7 @@ def export(
         text = json.dumps(settings, indent=2, sort_keys=True).encode()
         config = f"{part.path}/{_CONFIG}".lstrip("/")
         options = replace(
-            options, access=source_access(place, source, options.target), made_from=(source.basename,),
+            options, max_mode=source_mode(place, source, options.target), made_from=(source.basename,),
             replaced={config: text},
         )  # fmt: skip
         report = write_converted(converted, place, options)

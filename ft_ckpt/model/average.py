@@ -39,7 +39,7 @@ from ft_ckpt.model.convert import (
 from ft_ckpt.model.entries import finite_numbers
 from ft_ckpt.model.folder import WeightsFolder
 from ft_ckpt.model.settings import adapter_settings, differing_settings, is_irreproducible, quantisation_of
-from ft_ckpt.storage.place import Place, open_place, source_access
+from ft_ckpt.storage.place import Place, open_place, source_mode
 
 _WIDE = {torch.float64: torch.float64, torch.complex128: torch.complex128}  # summed in their own dtype
 _NO_MEAN = ("float8_e8m0fnu", "float4_e2m1fn_x2")  # powers of two, used as scales; two numbers per byte
@@ -89,8 +89,8 @@ def average(
     with ExitStack() as stack:
         held = [stack.enter_context(hold_open(place)) for place in places]
         opened = [stack.enter_context(closing(open_source(*pair))) for pair in zip(held, places, strict=True)]
-        access = reduce(and_, (source_access(*pair, options.target) for pair in zip(held, places, strict=True)))
-        options = dataclasses.replace(options, access=access)
+        modes = [source_mode(*pair, options.target) for pair in zip(held, places, strict=True)]
+        options = dataclasses.replace(options, max_mode=reduce(and_, modes))
         averaged = _averaged_source(opened, shares, options)
         report = write_converted(averaged, held[-1], options)
     return dataclasses.replace(report, notes=(*report.notes, *_notes_of(averaged)))

@@ -57,12 +57,12 @@ from ft_ckpt.model import folder
 from ft_ckpt.model.libraries import ADAPTER_FILE
 from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, open_place, source_access
+from ft_ckpt.storage.place import Place, open_place, source_mode
 from ft_ckpt.storage.progress import track_bytes
 from ft_ckpt.storage.proofs import prove_sources
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
 from ft_ckpt.storage.scratch import copy_object, replaced_object, scratch_folder
-from ft_ckpt.storage.store import FREE, Access, Store, Stored, read_text
+from ft_ckpt.storage.store import Store, Stored, read_text
 from ft_ckpt.storage.writer import Region, Writer, region_of
 
 ShardRule = tuple[str, str]  # (shell pattern of tensor names, shard for the names that match)
@@ -125,7 +125,7 @@ class ConvertOptions:
     note: str  # for the manifest: the source of the weights
     shards: Sequence[ShardRule] = ()  # rules that divide the tensors between several checkpoints
     made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from
-    access: Access = FREE  # upper bound of the permissions: those common to all sources
+    max_mode: int = 0o777  # see LocalStore; the permissions common to all sources
     overwrite: bool = False  # delete a checkpoint of this name in a bucket before the new one is complete
     replaced: Mapping[str, bytes] = field(default_factory=dict)  # sidecar files with other contents than the source's
 
@@ -516,7 +516,7 @@ def convert(
     check_apart([source], options)
     with hold_open(source) as place, closing(open_source(place, source)) as opened:
         check_used(names, [*opened.specs, *getattr(opened, "ties", {})], str(source))
-        options = dataclasses.replace(options, access=source_access(place, source, options.target))
+        options = dataclasses.replace(options, max_mode=source_mode(place, source, options.target))
         return write_converted(opened, place, options)
 
 
@@ -552,7 +552,7 @@ def _convert_to_file(opened: TensorFile, _source: Place, options: ConvertOptions
     _refuse_listed(target)
     one = plan_output(options.format, target.name, file)
     _check_room(target.store, one.plan.layout.size_bytes)
-    with replaced_object(target, options.access.for_file) as stage:
+    with replaced_object(target, options.max_mode) as stage:
         (record,) = write_outputs([one], stage.store, options.progress)
         if options.verify:
             with closing(open_source(stage)) as found:
@@ -573,7 +573,7 @@ def _staging_with_room(options: ConvertOptions, size_bytes: int) -> Staging:
     _check_room(store, size_bytes + _ROOM_BYTES)
     if store.parent is None:
         raise ConfigError(f"{options.target}: a whole bucket, or disk; name a folder in it")
-    return open_staging_at(options.target, overwrite=options.overwrite, access=options.access)
+    return open_staging_at(options.target, overwrite=options.overwrite, max_mode=options.max_mode)
 
 
 def _check_room(store: Store, size_bytes: int) -> None:

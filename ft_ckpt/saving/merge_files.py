@@ -47,7 +47,7 @@ from ft_ckpt.saving.execute import run_save
 from ft_ckpt.saving.plan import SaveRequest, live_logits, request_of
 from ft_ckpt.saving.write import SharedFolders
 from ft_ckpt.storage.local_store import temporary_store
-from ft_ckpt.storage.place import Place, open_place, source_access
+from ft_ckpt.storage.place import Place, open_place, source_mode
 from ft_ckpt.storage.proofs import prove_sources
 from ft_ckpt.storage.scratch import local_folder
 from ft_ckpt.storage.store import Store, read_range, read_text
@@ -248,8 +248,8 @@ def merge(
         given: dict[str, Any] = {"merged": choice, "made_from": (source.basename, found.basename)}
         given["check"] = None if check is None else live_logits(model, check)
         given["extra_files"] = _companion_files(opened, stored)
-        given["access"] = source_access(place, found, options.target)
-        given["access"] &= source_access(Place(stored.held.store), Place(stored.held.origin), options.target)
+        given["max_mode"] = source_mode(place, found, options.target)
+        given["max_mode"] &= source_mode(Place(stored.held.store), Place(stored.held.origin), options.target)
         report = _save_merged(model, options, given, begun)
     left = [f"{listing(list(based.left), ', ')}: the base's model has no place for it, left out"] if based.left else []
     notes = (*left, *added, *report.notes)

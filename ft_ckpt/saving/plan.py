@@ -40,7 +40,7 @@ from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.scratch import files_made_by
-from ft_ckpt.storage.store import FREE, Access, Store, is_inside
+from ft_ckpt.storage.store import Store, is_inside
 from ft_ckpt.training.items import model_sources
 from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER, Captured, Document, state_part
 
@@ -223,7 +223,7 @@ class SaveRequest:
     extra_files: Mapping[str, str | bytes] = field(default_factory=dict)  # from the caller, by path in the checkpoint
     differing: replicas.Differences | None = None  # replicas that differ between ranks; None: not compared yet
     made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from
-    access: Access = FREE  # upper bound of the permissions, where the checkpoint is made of other files
+    max_mode: int = 0o777  # see LocalStore; less where the checkpoint is made of other files
     merged: MergeChoice | None = None  # the adapters that are merged into the base
     check: LogitsCheck | None = None  # compared with the output of the written folder before the commit
     collect: Callable[[Store], tuple[list[FileRecord], list[str]]] | None = None  # collects the writers' files in it

@@ -65,7 +65,7 @@ def prepare_stage(
         saver_tuning(config).direct_bytes,
         run_id=request.run_id,
         overwrite=config.overwrite,
-        access=request.access,
+        max_mode=request.max_mode,
     )
     try:
         offers: dict[str, Offer] = {}  # none with nonfinite="raise", which reads the values of all tensors

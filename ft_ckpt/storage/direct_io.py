@@ -15,7 +15,7 @@ from threading import Lock
 from ft_ckpt.errors import IncompleteError, NameTakenError, explained
 from ft_ckpt.storage import libc, local_disk
 from ft_ckpt.storage.read_ahead import ALIGNMENT, address_of
-from ft_ckpt.storage.store import FREE, Access, Stored
+from ft_ckpt.storage.store import Stored
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES}  # no O_DIRECT on this file system, or a read-only file
@@ -110,7 +110,7 @@ def create_file(
     path: Path,
     draft: Path,
     size_bytes: int,
-    access: Access = FREE,
+    max_mode: int = 0o777,
     *,
     direct: bool = False,
     shared: bool = False,
@@ -119,19 +119,19 @@ def create_file(
 ) -> LocalWriting:
     """Create `draft`, which will be moved to `path`; its space is allocated, unless `shared`, see `allocate_file`.
 
-    It has the group and permissions of the file that it replaces, if there is one, limited by `access`. Raises
+    It has the permissions of the file that it replaces, if there is one, limited by `max_mode`. Raises
     NoSpaceError when there is not enough, TargetError when `draft` cannot be created, or exists and is not `shared`.
     """
     with explained(path):
-        old = None
+        replaced = None
         with contextlib.suppress(FileNotFoundError):
-            old = None if shared else path.stat()
-        bits = 0o600 if old is not None else 0o666 & local_disk.access_at(path, access).file_bits
+            replaced = None if shared else path.stat()
+        bits = 0o666 & max_mode if replaced is None else 0o600
         plain = os.open(draft, _FLAGS | os.O_CREAT | (0 if shared else os.O_EXCL), bits)
         try:
-            if old is not None:
-                local_disk.take_access(draft, old, access)
-            elif access != FREE:
+            if replaced is not None:
+                local_disk.take_mode(draft, replaced, max_mode)
+            elif max_mode != 0o777:
                 local_disk.warn_if_open(path, os.fstat(plain), bits)
             if not shared:
                 allocate_space(plain, size_bytes)
@@ -144,13 +144,13 @@ def create_file(
     return LocalWriting(name, path, draft, size_bytes, plain, unbuffered, shared, syncs, is_new)
 
 
-def allocate_file(path: Path, size_bytes: int, access: Access = FREE) -> None:
+def allocate_file(path: Path, size_bytes: int, max_mode: int = 0o777) -> None:
     """Allocate the space of the file `path`, creating it if it is missing; several processes may write to it.
 
     Raises NoSpaceError when there is not enough, TargetError when the file cannot be created.
     """
     with explained(path):
-        descriptor = os.open(path, _FLAGS | os.O_CREAT, 0o666 & local_disk.access_at(path, access).file_bits)
+        descriptor = os.open(path, _FLAGS | os.O_CREAT, 0o666 & max_mode)
         try:
             allocate_space(descriptor, size_bytes)
             os.ftruncate(descriptor, size_bytes)

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from ft_ckpt.errors import ConfigError, CorruptError, TargetError
 from ft_ckpt.messages import warn
 from ft_ckpt.storage import libc, locks
-from ft_ckpt.storage.store import FREE, Access, Stored
+from ft_ckpt.storage.store import Stored
 
 # Calls that change the disk, under names that tests can replace to stop the process at each of them.
 mkdir = os.mkdir
@@ -251,12 +251,9 @@ def permission_bits(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def access_at(path: Path, access: Access) -> Access:
-    """`access` for the new file or folder `path`, in the group that it gets."""
-    if access.group is None:
-        return access
-    around = path.parent.stat()
-    return access.in_group(around.st_gid if around.st_mode & stat.S_ISGID else os.getegid())
+def folder_mode(file_mode: int) -> int:
+    """The permission bits of a folder of files with `file_mode`: who may read may enter, its owner may do all."""
+    return file_mode | (file_mode & 0o444) >> 2 | stat.S_IRWXU
 
 
 def set_mode(path: Path, mode: int) -> None:
@@ -285,29 +282,13 @@ def warn_if_open(path: Path, found: os.stat_result, mode: int) -> None:
         )
 
 
-def take_group(path: Path, group: int) -> os.stat_result:
-    """Give `path` to `group`, if this process may; returns its stat result."""
-    with contextlib.suppress(OSError):
-        if path.stat().st_gid != group:
-            os.chown(path, -1, group)
-    return path.stat()
-
-
-def take_access(path: Path, old: os.stat_result, limit: Access = FREE) -> None:
-    """Give `path` the group and permission bits of the file or folder it replaces, limited by `limit`."""
-    allowed = (access_of(old) & limit).in_group(take_group(path, old.st_gid).st_gid)
-    if stat.S_ISDIR(old.st_mode):
-        set_mode(path, allowed.folder_bits | stat.S_IRWXU | old.st_mode & 0o7000)
+def take_mode(path: Path, replaced: os.stat_result, max_mode: int = 0o777) -> None:
+    """Give `path` the permission bits of the file or folder that it replaces, limited by `max_mode`, see LocalStore."""
+    if stat.S_ISDIR(replaced.st_mode):
+        limit = folder_mode(max_mode) | 0o7000
+        set_mode(path, replaced.st_mode & limit | stat.S_IRWXU)
     else:
-        set_mode(path, allowed.file_bits)
-
-
-def access_of(found: os.stat_result) -> Access:
-    """The access to a file or folder with this stat result."""
-    bits = found.st_mode & 0o777
-    if stat.S_ISDIR(found.st_mode):
-        return Access(0o777, bits, found.st_gid)  # independent of its files
-    return Access(bits | stat.S_IRUSR, 0o777, found.st_gid)  # its owner may always read it
+        set_mode(path, replaced.st_mode & max_mode | stat.S_IRUSR)
 
 
 def move_new(draft: Path, path: Path) -> None:

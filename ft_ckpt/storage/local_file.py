@@ -10,6 +10,7 @@ they were handed out raises SIGBUS at the next access, as in every program that 
 import ctypes
 import mmap
 import os
+import stat
 import sys
 import weakref
 from collections.abc import Callable
@@ -34,7 +35,7 @@ class LocalFile:
         self._closer, self._closed = weakref.finalize(self, os.close, descriptor), False
         found = os.fstat(descriptor)
         self.size_bytes, self.version = found.st_size, local_disk.file_version(found)
-        self.access = local_disk.access_of(found)
+        self.mode = stat.S_IMODE(found.st_mode) | stat.S_IRUSR
         self._opened_mtime_ns = found.st_mtime_ns
         self.watch: Watch | None = None
 

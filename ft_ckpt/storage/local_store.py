@@ -16,8 +16,6 @@ from ft_ckpt.storage.local_disk import PREFIX, locked_folder
 from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.read_ahead import BLOCK_BYTES
 from ft_ckpt.storage.store import (
-    FREE,
-    Access,
     Folder,
     FolderListing,
     Readable,
@@ -39,7 +37,7 @@ class LocalStore:
     folder: Path
     direct_bytes: int | None = BLOCK_BYTES  # new objects from this size on go past the page cache; None: none does
     syncs: bool = True  # whether objects survive a power cut at once; in a stage, the commit syncs all files
-    access: Access = FREE  # upper limit of the permissions of new files and folders
+    max_mode: int = 0o777  # no new file has permission bits beyond these, no new folder beyond `folder_mode` of them
 
     @property
     def url(self) -> str:
@@ -74,7 +72,7 @@ class LocalStore:
             return open_local_file(path, name)
 
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
-        """A file that replaces another keeps its group and permissions."""
+        """A file that replaces another keeps its permissions."""
         path, draft = self.path(name), None
         if self.syncs and not create_only:
             draft = path.with_name(f"{PREFIX}{path.name.lstrip('.')}{_DRAFT}")
@@ -97,7 +95,7 @@ class LocalStore:
         path = self.path(name)
         with explained(path):
             self.make_parents(path)
-        allocate_file(path, size_bytes, self.access)
+        allocate_file(path, size_bytes, self.max_mode)
 
     def share(self, name: str, size_bytes: int) -> LocalWriting:
         """Open a file of which other processes write other ranges; the first process creates it.
@@ -139,7 +137,7 @@ class LocalStore:
     def copy(self, name: str, other: str, source: Store | None = None) -> bool:
         """Link the file under another name.
 
-        False also for a link, and for a file that more people may read than `access` allows.
+        False also for a link, and for a file with more permissions for other users than `max_mode`.
         """
         store = self if source is None else source
         if not isinstance(store, LocalStore):
@@ -147,8 +145,7 @@ class LocalStore:
         origin, goal = store.path(name), self.path(other)
         if store.stat(name) is None:
             raise _missing(origin)
-        found = local_disk.access_of(origin.stat())
-        if found.file_bits & ~self.access.in_group(found.group).file_bits:
+        if local_disk.permission_bits(origin) & ~self.max_mode & 0o077:
             return False
         draft = _draft_name(goal)
         with explained(goal):
@@ -194,7 +191,7 @@ class LocalStore:
         with explained(path):
             self.make_parents(path)
         direct = self.direct_bytes is not None and size_bytes >= self.direct_bytes
-        return create_file(name, path, draft or _draft_name(path), size_bytes, self.access, direct=direct, **how)
+        return create_file(name, path, draft or _draft_name(path), size_bytes, self.max_mode, direct=direct, **how)
 
     def make_parents(self, path: Path) -> None:
         """Make the parent folders of `path`, but not a stage itself, which may have been deleted."""
@@ -203,7 +200,7 @@ class LocalStore:
         for name in reversed(path.relative_to(self.folder).parents[:-1]):
             folder = self.folder / name
             if not folder.is_dir():
-                mode = local_disk.access_at(folder, self.access).folder_bits | stat.S_IRWXU
+                mode = local_disk.folder_mode(self.max_mode)
                 if self.syncs:
                     local_disk.make_folder(folder, mode)
                 else:
@@ -224,45 +221,51 @@ def linked_path(path: Path) -> Path | None:
     return None
 
 
-def files_access(path: Path) -> Access:
-    """The access to a file, or the access common to all files below a folder except our marks."""
-    paths = [path]
-    if path.is_dir():
-        walk = os.walk(path)
-        paths = [Path(place, name) for place, _, names in walk for name in names if not name.startswith(PREFIX)]
-    return _least(paths)
+def readable_mode(path: Path, folder: Path, goal: Path) -> int:
+    """The permission bits common to all files at `path`; none for a class of users that may not enter their folders.
+
+    The folders are those at and below `folder`, and its parent unless `goal` is below the parent.
+    """
+    folder = folder.resolve()
+    folders = [Path(place) for place, _, _ in os.walk(folder)]
+    if not goal.resolve().is_relative_to(folder.parent):
+        folders.append(folder.parent)
+    mode = 0o777
+    for file in _files_at(path):
+        mode &= _mode_of(file)
+    for place in folders:
+        mode &= 0o7 * (_mode_of(place) & 0o111)  # the classes that may enter
+    return mode | stat.S_IRUSR  # its owner may always read it
 
 
-def folders_access(path: Path, goal: Path) -> Access:
-    """The access common to the folders at and below `path`, and to its parent unless `goal` is below the parent."""
-    path, goal = path.resolve(), goal.resolve()
-    folders = [Path(place) for place, _, _ in os.walk(path)]
-    return _least(folders if goal.is_relative_to(path.parent) else [path.parent, *folders])
+def _files_at(path: Path) -> Iterator[Path]:
+    """A file, or all files below a folder except our marks."""
+    if not path.is_dir():
+        yield path
+        return
+    for place, _, names in os.walk(path):
+        for name in names:
+            if not name.startswith(PREFIX):
+                yield Path(place, name)
+
+
+def _mode_of(path: Path) -> int:
+    """The permission bits of a file or folder; all for a link that leads nowhere."""
+    try:
+        return local_disk.permission_bits(path) & 0o777
+    except OSError as error:
+        if error.errno not in (*_ABSENT, errno.ELOOP):
+            raise UnreadableError(f"{path}: cannot be read ({error}); try again") from error
+        return 0o777
 
 
 def make_like(store: Store, other: Store) -> None:
     """Make the folder of `store`, no more open than the one of `other`; does nothing in buckets."""
     if isinstance(store, LocalStore) and isinstance(other, LocalStore):
         with explained(store.folder):
-            around = local_disk.access_of(other.folder.stat())
+            mode = local_disk.permission_bits(other.folder) | stat.S_IRWXU
             local_disk.make_folder(store.folder.parent)
-            local_disk.make_folder(store.folder, local_disk.access_at(store.folder, around).folder_bits | stat.S_IRWXU)
-
-
-def _least(paths: Iterable[Path]) -> Access:
-    found = FREE
-    for path in paths:
-        found &= _path_access(path)
-    return found
-
-
-def _path_access(path: Path) -> Access:
-    try:
-        return local_disk.access_of(path.stat())
-    except OSError as error:
-        if error.errno not in (*_ABSENT, errno.ELOOP):
-            raise UnreadableError(f"{path}: cannot be read ({error}); try again") from error
-        return FREE  # a dangling link, or a loop of links
+            local_disk.make_folder(store.folder, mode)
 
 
 @contextlib.contextmanager

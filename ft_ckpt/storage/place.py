@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, MissingError, UnreadableError
 from ft_ckpt.messages import install_extra, without_secrets
 from ft_ckpt.storage.local_disk import local_path
-from ft_ckpt.storage.local_store import LocalStore, files_access, folders_access, linked_path
-from ft_ckpt.storage.store import FREE, HUB_BUCKETS, Access, Readable, Store, is_name
+from ft_ckpt.storage.local_store import LocalStore, linked_path, readable_mode
+from ft_ckpt.storage.store import HUB_BUCKETS, Readable, Store, is_name
 
 if TYPE_CHECKING:
     from ft_ckpt.storage.hub_bucket import HubBucket
@@ -217,14 +217,14 @@ def absolute_location(place: str | os.PathLike[str] | Place) -> str | Place:
     return os.fspath(place) if is_url(place) else str(local_path(place).absolute())
 
 
-def source_access(found: Place, origin: Place, goal: Place) -> Access:
-    """The access to something made at `goal` from the file or folder `found`, called `origin` by the user.
+def source_mode(opened: Place, origin: Place, goal: Place) -> int:
+    """The `max_mode` of what is made at `goal` from the file or folder `opened`, called `origin` by the user.
 
-    On local disks, the access common to all its files and folders; FREE if a bucket is involved.
+    On local disks, see `readable_mode`; no limit if a bucket is involved.
     """
-    if not all(isinstance(each.store, LocalStore) for each in (found, origin, goal)):
-        return FREE
-    return files_access(Path(str(found))) & folders_access(Path(str(origin)), Path(str(goal)))
+    if not all(isinstance(each.store, LocalStore) for each in (opened, origin, goal)):
+        return 0o777
+    return readable_mode(Path(str(opened)), Path(str(origin)), Path(str(goal)))
 
 
 def location_name(location: Path | str) -> str:

@@ -22,7 +22,7 @@ from ft_ckpt.storage.local_store import LocalStore, temporary_store
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.proofs import SourceFolder, prove_sources
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
-from ft_ckpt.storage.store import FREE, Access, Readable, Store, Stored, read_range
+from ft_ckpt.storage.store import Readable, Store, Stored, read_range
 
 SMALL_COPY_BYTES = 8 << 20  # objects up to it are written in one call
 
@@ -37,7 +37,7 @@ def copy_object(
     """
     source = file.inner if isinstance(file, KeptFile) else file
     if isinstance(store, LocalStore) and isinstance(source, LocalFile):
-        store = replace(store, access=store.access & source.access)
+        store = replace(store, max_mode=store.max_mode & source.mode)
     if file.size_bytes <= SMALL_COPY_BYTES:
         content = read_range(file, 0, file.size_bytes)
         watch(memoryview(content))
@@ -156,13 +156,13 @@ def object_target(path: str | os.PathLike[str] | Place) -> Place:
 
 
 @contextmanager
-def replaced_object(target: Place, access: Access = FREE) -> Iterator[Place]:
+def replaced_object(target: Place, max_mode: int = 0o777) -> Iterator[Place]:
     """Yield a place at which the block makes an object, which then replaces `target` durably and atomically.
 
-    On a disk the parent folder is created if it is missing; the file gets the group and permissions of the one that it
-    replaces, limited by `access`. In a bucket the place is `target` itself, because objects appear as a whole there; if
-    the block raises afterwards, the object is deleted. Raises OSError, TargetError, and CorruptError if it was made of
-    damaged checkpoints.
+    On a disk the parent folder is created if it is missing; the file gets the permissions of the one that it
+    replaces, limited by `max_mode`. In a bucket the place is `target` itself, because objects appear as a whole there;
+    if the block raises afterwards, the object is deleted. Raises OSError, TargetError, and CorruptError if it was made
+    of damaged checkpoints.
     """
     store = target.store
     if isinstance(store, LocalStore):
@@ -170,10 +170,10 @@ def replaced_object(target: Place, access: Access = FREE) -> Iterator[Place]:
         local_disk.make_folder(path.parent)
         start = os.fsencode(path.name)[:_NAME_BYTES].decode("utf-8", "ignore")
         with locked_folder(path.parent, f".{start}{DRAFTS}") as folder:
-            yield Place(LocalStore(folder, syncs=False, access=access), path.name)
+            yield Place(LocalStore(folder, syncs=False, max_mode=max_mode), path.name)
             prove_sources()
             with suppress(FileNotFoundError):
-                local_disk.take_access(folder / path.name, path.stat(), access)
+                local_disk.take_mode(folder / path.name, path.stat(), max_mode)
             local_disk.sync_path(folder / path.name)
             local_disk.move(folder / path.name, path)
             local_disk.sync_path(path.parent)

@@ -7,10 +7,9 @@ reading, TargetError, NoSpaceError or NameTakenError on writing.
 
 import errno
 import re
-import stat
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ft_ckpt.errors import ConfigError, CorruptError, MissingError, damaged_input
@@ -256,42 +255,3 @@ def read_range(file: Readable, start: int, size_bytes: int) -> bytes:
     memory = bytearray(max(0, min(size_bytes, file.size_bytes - start)))
     file.read_into(memoryview(memory), start)
     return bytes(memory)
-
-
-@dataclass(frozen=True)
-class Access:
-    """Upper limits of the permission bits of new files and folders; the umask still applies.
-
-    The group's bits refer to `group`: in another group they are limited to those for others.
-    """
-
-    file_bits: int = 0o777
-    folder_bits: int = 0o777
-    group: int | None = None  # None: any group
-
-    def __and__(self, other: "Access") -> "Access":
-        """The access to something made of both."""
-        group = other.group if self.group is None else self.group
-        one, two = self.in_group(group), other.in_group(group)
-        return Access(one.file_bits & two.file_bits, one.folder_bits & two.folder_bits, group)
-
-    def in_group(self, group: int | None) -> "Access":
-        """The access if the file belongs to `group`."""
-        if self.group in (None, group):
-            return self
-        return Access(_for_anyone(self.file_bits), _for_anyone(self.folder_bits), group)
-
-    @property
-    def for_file(self) -> "Access":
-        """The access for a file that leaves the folder: limited as well to users with access to the folder."""
-        inside = sum(0o7 << shift for shift in (0, 3, 6) if self.folder_bits >> shift & 1)
-        return replace(self, file_bits=self.file_bits & inside | stat.S_IRUSR)
-
-
-FREE = Access()  # the umask alone decides
-
-
-def _for_anyone(bits: int) -> int:
-    """The bits for a file in another group: group and others get the bits that both have."""
-    both = bits >> 3 & bits & 0o7
-    return bits & ~0o077 | both << 3 | both

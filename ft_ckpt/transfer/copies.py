@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.checkpoint.catalog import load_manifest, verify
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
+from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import (
     EarlierCheckpoint,
     OpenCheckpoint,
@@ -27,11 +27,11 @@ from ft_ckpt.checkpoint.open_checkpoint import (
 from ft_ckpt.checkpoint.staging import Staging, open_staging_at, settle_staging_at
 from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, NameTakenError, NoSpaceError, TargetError
 from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_bytes, digest_of_open, size_problem
-from ft_ckpt.storage.local_store import LocalStore, files_access
-from ft_ckpt.storage.place import Place, is_hub_bucket, open_place, source_access
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place, is_hub_bucket, open_place, source_mode
 from ft_ckpt.storage.progress import is_worth_showing, track_bytes
 from ft_ckpt.storage.scratch import SMALL_COPY_BYTES, copy_object
-from ft_ckpt.storage.store import Access, Store, etag_of
+from ft_ckpt.storage.store import Store, etag_of
 from ft_ckpt.transfer.signatures import put_signature, read_signature
 
 _SMALL_AT_ONCE = 8  # small files copied in parallel; large files one at a time, in parallel parts
@@ -128,9 +128,9 @@ def copy_open(
         _refuse_occupied(goal)
     label = f"copying {goal.basename}"
     listed = held.store if isinstance(held.store, LocalStore) else held.origin
-    access = source_access(Place(listed, MANIFEST_NAME), Place(held.origin), goal)  # each file keeps its own
+    max_mode = source_mode(Place(listed), Place(held.origin), goal)
     with (
-        _staging_at(goal, manifest, access, overwrite=may_replace) as staging,
+        _staging_at(goal, manifest, max_mode, overwrite=may_replace) as staging,
         track_bytes(size_bytes if shown else 0, label) as track,
     ):
         copying = _Copying(held, staging.store, _reusable_files(staging.beside, goal, manifest.files), track, heed)
@@ -182,10 +182,10 @@ def _refuse_occupied(goal: Place) -> None:
 
 
 @contextmanager
-def _staging_at(goal: Place, manifest: Manifest, access: Access, *, overwrite: bool) -> Iterator[Staging]:
+def _staging_at(goal: Place, manifest: Manifest, max_mode: int, *, overwrite: bool) -> Iterator[Staging]:
     """A staging folder for `goal`, discarded on errors; that of a killed copy is taken over by the next copy."""
     identity = f"copy of {content_identity(manifest)}"
-    staging = open_staging_at(goal, run_id=identity, overwrite=overwrite, access=access)
+    staging = open_staging_at(goal, run_id=identity, overwrite=overwrite, max_mode=max_mode)
     try:
         yield staging
     except BaseException:
@@ -270,16 +270,10 @@ class _Copying:
         if found is None or file.size_bytes < _WORTH_LOOKING_BYTES:
             return False
         with suppress(CorruptError, TargetError):  # deleted since, or no links there
-            if take_earlier(*found, self._store_for(file), file.path) and self._is_whole_here(file):
+            if take_earlier(*found, self.store, file.path) and self._is_whole_here(file):
                 self._count(file.size_bytes, reused=file.path)
                 return True
         return False
-
-    def _store_for(self, file: FileRecord) -> Store:
-        """The store, with the access of new files limited to that of `file`."""
-        if not isinstance(self.store, LocalStore) or not isinstance(self.held.store, LocalStore):
-            return self.store
-        return replace(self.store, access=self.store.access & files_access(self.held.store.path(file.path)))
 
     def _is_whole_here(self, file: FileRecord) -> bool:
         """Whether a linked file still has its digest (a disk may have lost bits). Services compare their own copies."""

@@ -26,7 +26,7 @@ import numpy as np
 
 from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, in_run_order, list_checkpoints, load_manifest, parse_manifest
-from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, manifest_to_json
+from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, Manifest, manifest_to_json
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint, text_identity
 from ft_ckpt.checkpoint.prune import remove_checkpoints
 from ft_ckpt.checkpoint.staging import open_staging_at
@@ -47,7 +47,7 @@ from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_bytes, 
 from ft_ckpt.storage.frozen_view import ListedStore
 from ft_ckpt.storage.local_disk import PREFIX
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, source_access
+from ft_ckpt.storage.place import Place, source_mode
 from ft_ckpt.storage.scratch import copy_object
 from ft_ckpt.storage.store import Readable, Store, Stored, etag_of, read_range, read_text
 from ft_ckpt.transfer.copies import CopyReport, content_key, copy_open
@@ -172,9 +172,9 @@ def _append_delta(held: OpenCheckpoint, manifest: Manifest, newest: CheckpointIn
     files = tuple(replace(file, linked=False, etag=None) for file in manifest.files)
     manifest = replace(manifest, files=files)
     content = content_digest(manifest)
-    access = source_access(Place(held.store, MANIFEST_NAME), Place(held.origin), goal)
+    max_mode = source_mode(Place(held.store), Place(held.origin), goal)
     with open_checkpoint(newest.place, compares=False) as entry, open_whole(entry, Place(held.origin).beside) as base:
-        staging = open_staging_at(goal, run_id=f"delta to {content}", access=access)
+        staging = open_staging_at(goal, run_id=f"delta to {content}", max_mode=max_mode)
         try:
             records = _write_changes(held, manifest, base, staging.store)
             if records is None:

@@ -15,7 +15,7 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Man
 from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
 from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, MissingError, UnreadableError
 from ft_ckpt.messages import warn
-from ft_ckpt.storage.local_disk import access_of
+from ft_ckpt.storage.local_disk import permission_bits
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.store import Store, read_text
 
@@ -64,8 +64,8 @@ def put_signature(store: Store, signed: Signed) -> None:
             return
         why = "" if manifest_text(store) == signed.text else "the manifest of the copy differs from the signed one"
         if not why:
-            access = access_of(store.path(MANIFEST_NAME).stat())
-            replace(store, access=access).write(SIGNATURE_NAME, signed.bundle.encode())
+            mode = permission_bits(store.path(MANIFEST_NAME))
+            replace(store, max_mode=mode).write(SIGNATURE_NAME, signed.bundle.encode())
     except CheckpointError as error:
         why = str(error)
     if why:
