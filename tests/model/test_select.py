@@ -19,7 +19,7 @@ def refused(folder, model, error, words, **asked):
 
 def test_unknown_attribute_names_what_exists(tmp_path):
     model = policy_and_value()
-    refused(tmp_path, model, UnknownAttributeError, "has no 'polcy'; it has policy, value_head", attribute="polcy")
+    refused(tmp_path, model, UnknownAttributeError, "has no 'polcy'; did you mean policy", attribute="polcy")
     refused(tmp_path, model, AttributeError, "LlamaForCausalLM has no 'x'", attribute="policy.x")
 
 
