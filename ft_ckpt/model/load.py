@@ -220,9 +220,11 @@ def _device_type(device: str | torch.device) -> str:
 def _find_checkpoint(place: Place, part: str | None) -> tuple[Store, str | None]:
     """The root of the checkpoint at or around `place`, and the part to load; None for all parts."""
     found = checkpoint_around(place)
-    if found is None or place.is_object:
+    if found is None:
         raise NotACheckpointError(why_no_checkpoint(place))
     root, inside = found
+    if inside and place.is_object:
+        raise NotACheckpointError(why_no_checkpoint(place))
     return root, (inside or None) if part is None else part
 
 
