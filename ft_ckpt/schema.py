@@ -1,6 +1,8 @@
 """Reads JSON values as frozen records, by msgspec: the types of a record's fields are its schema."""
 
 import re
+from dataclasses import fields
+from functools import cache
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -34,6 +36,16 @@ def as_record(value: Any, kind: type[_Kind]) -> _Kind:
         raise FieldError(str(error)) from None
     except msgspec.ValidationError as error:
         raise FieldError(_field_first(str(error).replace("`", ""), value)) from None
+
+
+def values_of(record: Any) -> dict[str, Any]:
+    """The values of a dataclass by field, in the order of the declaration; `vars` has the order of the JSON text."""
+    return {name: getattr(record, name) for name in _field_names(type(record))}
+
+
+@cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(declared.name for declared in fields(kind))
 
 
 def _field_first(text: str, value: Any) -> str:

@@ -19,7 +19,7 @@ import xxhash
 from ft_ckpt.errors import ManifestError, listing, shown
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.messages import short, without_secrets
-from ft_ckpt.schema import FieldError, Whole, as_record
+from ft_ckpt.schema import FieldError, Whole, as_record, values_of
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.store import is_inside
 
@@ -84,7 +84,9 @@ class Manifest:
     kind: str  # "full" | "adapter" | "attribute" | "state" | "delta"
     created: str  # ISO 8601, UTC
     step: Whole | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)  # in JSON those that are not finite are text
+    # Whole numbers stay whole: a manifest that is read and written again has the same text. In JSON those that are not
+    # finite are text.
+    metrics: Mapping[str, int | float] = field(default_factory=dict)
     world: Mapping[str, Any] = field(default_factory=dict)  # {"size": 2, "engine": "fsdp2", ...}
     versions: Mapping[str, str] = field(default_factory=dict)
     shared: tuple[tuple[str, ...], ...] = ()  # groups of "part:name in its module" that were one tensor across parts
@@ -125,13 +127,13 @@ def manifest_to_json(manifest: Manifest) -> str:
 
     Its field "digest" is the digest of the text without the line of that field.
     """
-    plain = {key: value for key, value in vars(manifest).items() if key not in ("parts", "files")}
+    plain = {key: value for key, value in values_of(manifest).items() if key not in ("parts", "files")}
     plain = {key: value for key, value in plain.items() if value or key not in ("delta", "token")}
     plain["notes"] = [without_secrets(note) for note in manifest.notes]
     plain["metrics"] = {name: value if math.isfinite(value) else str(value) for name, value in plain["metrics"].items()}
     lines = [f"  {_json_text(key)}: {_json_text(value)}," for key, value in plain.items()]
     kept = (
-        {key: value for key, value in vars(file).items() if key not in ("etag", "sha256") or value is not None}
+        {key: value for key, value in values_of(file).items() if key not in ("etag", "sha256") or value is not None}
         for file in manifest.files
     )
     lines.append('  "files": [\n' + ",\n".join(f"    {_json_text(record)}" for record in kept) + "\n  ],")
@@ -163,10 +165,10 @@ def manifest_from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
 
 
 def _part_json(part: PartRecord) -> str:
-    base = None if part.base is None else {**vars(part.base), "id": part.base.id and without_secrets(part.base.id)}
-    plain = {**vars(part), "base": base}
+    base = None if part.base is None else {**values_of(part.base), "id": part.base.id and without_secrets(part.base.id)}
+    plain = {**values_of(part), "base": base}
     head = "".join(f"{_json_text(key)}: {_json_text(value)}, " for key, value in plain.items() if key != "tensors")
-    tensors = ",\n".join("      " + _json_text(vars(tensor)) for tensor in part.tensors)
+    tensors = ",\n".join("      " + _json_text(values_of(tensor)) for tensor in part.tensors)
     return f'    {{{head}"tensors": [\n{tensors}\n    ]}}'
 
 
@@ -184,7 +186,7 @@ def _digest_line(digest: str) -> str:
 
 
 def _metrics_of(stored: Any) -> Any:
-    """The metrics as floats: NaN and infinities are stored as text, and 0.1.0 did not refuse other values."""
+    """The metrics as numbers: NaN and infinities are stored as text, and 0.1.0 did not refuse other values."""
     if type(stored) is not dict:
         return stored
     metrics = {}
@@ -195,7 +197,7 @@ def _metrics_of(stored: Any) -> Any:
 
 def _metric_of(value: Any) -> float:
     try:
-        return float(value)
+        return value if type(value) in (int, float) else float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
 

@@ -26,6 +26,7 @@ from ft_ckpt.checkpoint.open_checkpoint import (
 )
 from ft_ckpt.checkpoint.staging import Staging, open_staging_at, settle_staging_at
 from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, NameTakenError, NoSpaceError, TargetError
+from ft_ckpt.schema import values_of
 from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_bytes, digest_of_open, size_problem
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, is_hub_bucket, open_place, source_mode
@@ -164,7 +165,7 @@ def manifest_at(place: Place) -> Manifest | None:
 
 def content_identity(manifest: Manifest) -> str:
     """A digest that all copies of a checkpoint share."""
-    facts = {name: value for name, value in vars(manifest).items() if name not in _OF_COMMITS}
+    facts = {name: value for name, value in values_of(manifest).items() if name not in _OF_COMMITS}
     return digest_of_bytes(repr((facts, [(file.path, *content_key(file)) for file in manifest.files])).encode())
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from ft_ckpt import CheckpointSaver, Writer, convert, latest, load_model, pull, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_from_json, manifest_to_json
 
 sys.path.insert(0, str(TESTS / "golden"))
 from make_checkpoints import (
@@ -82,6 +83,16 @@ def test_weights(tmp_path, version, name):
         names = {key: value for key, value in expected.items() if key in stored}
         assert names or name in ("lora", "classifier")
         assert all(torch.equal(stored[key], value) for key, value in names.items())
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_manifest_that_is_written_again_has_the_same_text(version):
+    for path in sorted((GOLDEN / version).rglob(MANIFEST_NAME)):
+        manifest = read_manifest(path.parent)
+        again = manifest_from_json(manifest_to_json(manifest))
+        assert manifest_to_json(again) == manifest_to_json(manifest), path
+        if version == VERSIONS[-1]:  # earlier ones lack fields
+            assert manifest_to_json(manifest) == path.read_text(), path
 
 
 @pytest.mark.parametrize(("version", "name"), cases(["composite"]))
