@@ -40,7 +40,8 @@ def as_record(value: Any, kind: type[_Kind]) -> _Kind:
 
 def values_of(record: Any) -> dict[str, Any]:
     """The values of a dataclass by field, in the order of the declaration; `vars` has the order of the JSON text."""
-    return {name: getattr(record, name) for name in _field_names(type(record))}
+    kind: Any = type(record)
+    return {name: getattr(record, name) for name in _field_names(kind)}
 
 
 @cache
