@@ -9,14 +9,12 @@ References to one tensor (same object, or same storage, offset, shape and stride
 
 import base64
 import collections
-import importlib
 import json
 import math
-import re
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, EnumMeta
 from typing import Any
@@ -537,8 +535,6 @@ _VALUES: dict[str, Callable[..., Any]] = {
 
 
 _MAX_DEPTH = 32  # of simple values; also stops at a list that contains itself
-_OF_TRANSFORMERS = re.compile(r"transformers\.models\.\w+\.(modeling|configuration)_\w+|transformers\.generation\.\w+")
-_UNWRITTEN = ("_attn_implementation", "_experts_implementation")  # fields of a config that its JSON leaves out
 
 
 def encode_value(value: Any, depth: int = 0) -> Any:
@@ -560,15 +556,13 @@ def encode_value(value: Any, depth: int = 0) -> Any:
         items = [encode_value(item, depth + 1) for item in value]
         ordered = items if kind in (tuple, torch.Size) else sorted(items, key=json.dumps)
         return {"size" if kind is torch.Size else kind.__name__: ordered}
-    if is_config(kind):
-        return {"config": _encode_config(value)}
     if issubclass(kind, Enum) and _enum_member(kind.__module__, kind.__qualname__, value.name) is value:
         return {"enum": [kind.__module__, kind.__qualname__, value.name]}
     raise SelectionError(f"{kind.__name__} is no simple value")
 
 
 def decode_value(value: Any) -> Any:
-    """The value from the result of `encode_value`. Raises LoadError for an unknown dtype, config or enum class."""
+    """The value from the result of `encode_value`. Raises LoadError for an unknown dtype or enum class."""
     if isinstance(value, list):
         return [decode_value(item) for item in value]
     if not isinstance(value, dict):
@@ -576,8 +570,6 @@ def decode_value(value: Any) -> Any:
     ((kind, content),) = value.items()
     if kind == "dict":
         return {decode_value(key): decode_value(item) for key, item in content}
-    if kind == "config":
-        return _decode_config(content)
     if kind == "enum":
         return _decode_enum(content)
     decoders = {
@@ -607,43 +599,3 @@ def _decode_enum(content: Sequence[str]) -> Any:
             f"{module_name}.{qualname}.{name}: no such member of an enum in this process; import its module first"
         )
     return member
-
-
-def is_config(kind: type) -> bool:
-    """Whether `kind` is a model config or generation config of transformers; does not import transformers."""
-    return any(
-        base.__name__ in {"PreTrainedConfig", "PretrainedConfig", "GenerationConfig"}
-        and base.__module__.startswith("transformers.")
-        for base in kind.__mro__
-    )
-
-
-def imported_module(module_name: str) -> Any:
-    """The module if it was imported; model and generation modules of transformers are imported; None otherwise."""
-    if module_name not in sys.modules and _OF_TRANSFORMERS.fullmatch(module_name):
-        try:
-            return importlib.import_module(module_name)
-        except ImportError:
-            return None
-    return sys.modules.get(module_name)
-
-
-def _encode_config(config: Any) -> dict[str, Any]:
-    kind = type(config)
-    try:
-        fields = json.loads(config.to_json_string(use_diff=False))
-    except Exception as error:
-        raise SelectionError(f"{kind.__name__} cannot be written as JSON: {error}") from error
-    extra = {name: value for name in _UNWRITTEN if isinstance(value := getattr(config, name, None), str)}
-    return {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": fields, "extra": extra}
-
-
-def _decode_config(content: Mapping[str, Any]) -> Any:
-    module_name, _, name = content["class"].partition(":")
-    kind = vars(imported_module(module_name) or object).get(name)
-    if not isinstance(kind, type) or not is_config(kind):
-        raise LoadError(f"{content['class']}: no config class of transformers in this process; import its module first")
-    config: Any = kind.from_dict(content["fields"])  # type: ignore[attr-defined]  # every config class has it
-    for key in set(_UNWRITTEN) & set(content["extra"]):
-        setattr(config, key, content["extra"][key])
-    return config

@@ -37,7 +37,7 @@ from ft_ckpt.model.convert import (
     write_converted,
 )
 from ft_ckpt.model.entries import finite_numbers
-from ft_ckpt.model.folder import WeightsFolder
+from ft_ckpt.model.folder import WeightsFolder, differing_class
 from ft_ckpt.model.settings import adapter_settings, differing_settings, is_irreproducible, quantisation_of
 from ft_ckpt.storage.place import Place, open_place, source_mode
 
@@ -321,13 +321,16 @@ def _differing_shares(folders: Sequence[WeightsFolder], names: Sequence[str]) ->
 
 def _differing_settings(folders: Sequence[WeightsFolder], at: int, names: Sequence[str]) -> list[str]:
     """Settings of part `at` that differ from the first source's and change the output."""
-    kind, path = folders[0].parts[at].kind, folders[0].parts[at].path
-    stores = [Place(folder.store, path).folder for folder in folders]
-    return [
-        f"{Path(name, path)}: {field} is {found}, {expected} in {names[0]}"
-        for name, store in zip(names[1:], stores[1:], strict=True)
-        for field, expected, found in differing_settings(stores[0], store, kind)
-    ]
+    first = folders[0].parts[at]
+    first_store = Place(folders[0].store, first.path).folder
+    problems = []
+    for name, folder in zip(names[1:], folders[1:], strict=True):
+        store = Place(folder.store, first.path).folder
+        differences = differing_class(first, folder.parts[at])
+        differences += differing_settings(first_store, store, first.kind)
+        for field, expected, value in differences:
+            problems.append(f"{Path(name, first.path)}: {field} is {value}, {expected} in {names[0]}")
+    return problems
 
 
 def _differing_bases(folders: Sequence[WeightsFolder], at: int, names: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -23,11 +23,10 @@ from transformers.models.auto.processing_auto import processor_class_from_name
 
 from ft_ckpt.checkpoint.catalog import is_hub_name
 from ft_ckpt.checkpoint.manifest import BaseRecord
-from ft_ckpt.distributed.wrappers import unwrap, user_class
+from ft_ckpt.distributed.wrappers import layout_of, unwrap, user_class
 from ft_ckpt.errors import CompanionError, listing
 from ft_ckpt.messages import warn
 from ft_ckpt.model.adapters import embedding_of, is_peft_model
-from ft_ckpt.model.plain_module import global_shape
 from ft_ckpt.model.settings import PATTERNS, order_counts
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place
@@ -288,8 +287,9 @@ def _embedding_rows(model: nn.Module) -> int | None:
     if isinstance(rows, int):
         return rows
     weight = getattr(embedding, "weight", None)
-    if isinstance(weight, torch.Tensor) and len(global_shape(weight)) == 2:  # not the convolution that embeds images
-        return global_shape(weight)[0]
+    shape = layout_of(weight).shape if isinstance(weight, torch.Tensor) else ()
+    if len(shape) == 2:  # not the convolution that embeds images
+        return shape[0]
     try:
         config: Any = model.config
         return getattr(config.get_text_config(decoder=True), "vocab_size", None)

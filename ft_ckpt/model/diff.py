@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.model.convert import SLICE_BYTES, UntiedFile
-from ft_ckpt.model.folder import WeightsFolder
+from ft_ckpt.model.folder import WeightsFolder, differing_class
 from ft_ckpt.model.settings import differing_settings
 from ft_ckpt.storage.place import Place
 
@@ -96,15 +96,18 @@ def compare_settings(one: TensorFile, other: TensorFile) -> list[tuple[str, str,
     """
     if not isinstance(one, WeightsFolder) or not isinstance(other, WeightsFolder):
         return []
-    places = {(part.path, part.kind): Place(other.store, part.path).folder for part in other.parts}
-    return [
-        (f"{part.path}/{name}".lstrip("/"), before, after)
-        for part in one.parts
-        if (part.path, part.kind) in places
-        for name, before, after in differing_settings(
-            Place(one.store, part.path).folder, places[part.path, part.kind], part.kind
-        )
-    ]
+    parts = {(part.path, part.kind): part for part in other.parts}
+    differences = []
+    for part in one.parts:
+        second = parts.get((part.path, part.kind))
+        if second is None:
+            continue
+        first_store = Place(one.store, part.path).folder
+        second_store = Place(other.store, part.path).folder
+        settings = [*differing_class(part, second), *differing_settings(first_store, second_store, part.kind)]
+        for name, before, after in settings:
+            differences.append((f"{part.path}/{name}".lstrip("/"), before, after))
+    return differences
 
 
 def by_layer(found: Iterable[Difference]) -> list[Difference]:

@@ -92,6 +92,14 @@ class FolderPart:
         return f"{self.path.replace('/', '.')}." if self.path else ""
 
 
+def differing_class(one: FolderPart, other: FolderPart) -> list[tuple[str, str, str]]:
+    """("class", name in `one`, name in `other`) for plain modules of two classes: they have no settings file."""
+    if one.kind != "module" or one.record is None or other.record is None:
+        return []
+    before, after = one.record.class_name, other.record.class_name
+    return [("class", before, after)] if before != after else []
+
+
 class WeightsFolder(JoinedFile):
     """A folder with config and weights, as one file of all its `parts`."""
 

@@ -1,6 +1,5 @@
 """Loads a committed checkpoint as a model, strictly, without running code from it."""
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -29,7 +28,6 @@ from ft_ckpt.model.folder import refuse_delta
 from ft_ckpt.model.libraries import is_config_of_diffusers
 from ft_ckpt.model.load_weights import (
     LoadReport,
-    beside_weights,
     extra_beside,
     fetching_weights,
     fill_module,
@@ -41,7 +39,6 @@ from ft_ckpt.model.load_weights import (
     summary_of,
     weight_names,
 )
-from ft_ckpt.model.plain_module import build_module
 from ft_ckpt.model.pretrained import (
     checked_config,
     class_of_own_code,
@@ -54,11 +51,10 @@ from ft_ckpt.model.pretrained import (
     most_parameters,
     name_origin,
 )
-from ft_ckpt.model.settings import MODULE_NAME
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.progress import track_reads
-from ft_ckpt.storage.store import Store, read_text
+from ft_ckpt.storage.store import Store
 
 
 @dataclass(frozen=True)
@@ -114,6 +110,26 @@ def load_model(
 def load_model(
     path: str | Path | Place,
     *,
+    into: Mapping[str, nn.Module],
+    with_report: Literal[False] = False,
+    **arguments: Unpack[LoadArguments],
+) -> dict[str, Any]: ...
+
+
+@overload
+def load_model(
+    path: str | Path | Place,
+    *,
+    into: Mapping[str, nn.Module],
+    with_report: Literal[True],
+    **arguments: Unpack[LoadArguments],
+) -> tuple[dict[str, Any], LoadReport]: ...
+
+
+@overload
+def load_model(
+    path: str | Path | Place,
+    *,
     into: None = None,
     with_report: Literal[False] = False,
     **arguments: Unpack[LoadArguments],
@@ -130,7 +146,7 @@ def load_model(
 def load_model(
     path: str | Path | Place,
     *,
-    into: nn.Module | None = None,
+    into: nn.Module | Mapping[str, nn.Module] | None = None,
     with_report: bool = False,
     **arguments: Unpack[LoadArguments],
 ) -> Any: ...
@@ -141,7 +157,7 @@ def load_model(
     *,
     part: str | None = None,
     base: Any = None,
-    into: nn.Module | None = None,
+    into: nn.Module | Mapping[str, nn.Module] | None = None,
     classes: Mapping[str, type] | None = None,
     device: str | torch.device | None = None,
     strict: bool = True,
@@ -152,10 +168,10 @@ def load_model(
     mapped: bool | Literal["auto"] = "auto",
     with_report: bool = False,
 ) -> Any:
-    """Load the model at `path`: a Hugging Face model, a PeftModel on its base, or a plain module, in eval mode.
+    """Load the model at `path`, in eval mode: a Hugging Face model, or a PeftModel on its base; or fill yours.
 
     `path` is a checkpoint or the folder of one of its parts; `part` also selects one by name. A checkpoint of several
-    attributes gives a dict by name; parameters that they shared are shared again.
+    attributes gives a dict by name; parameters that they shared are shared again, unless both are in your modules.
 
     `mapped`: files are mapped, not copied, if the model keeps tensors as they are stored. A weight is copied when it
     is first written, unused weights are not read, and the processes of a machine share one copy. "auto" reads a large
@@ -165,11 +181,14 @@ def load_model(
     `base`: the base model of an adapter, as module, folder or id; default is the id that it was trained on. Its sampled
     weights are compared unless `check_base` is False. A base that is a checkpoint of ours is compared with its
     manifest, like `path`.
-    `into`: your module, wrapped or not, to load a single part into. Its memory is filled block by block, so a failed
-    load may leave part of the values. A model that transformers converts (fused experts) is first loaded separately.
-    `classes`: classes of plain modules by name, in addition to those already imported. `trust_remote_code`: run model
-    code in the checkpoint or with the base, as in transformers. `verify`: compare the digests of all files before they
-    are used; digests of files below 1 MB and all sizes and headers are always compared.
+    `into`: your module, wrapped or not, to load a single part into; or a mapping of modules by part, which gives a
+    dict by part. A part that is no Hugging Face model, such as a value head, needs one: a checkpoint has its tensors
+    and the name of its class, not its code. The module's memory is filled block by block, so a failed load may leave
+    part of the values; it keeps its mode. A model that transformers converts (fused experts) is first loaded
+    separately.
+    `classes`: your own classes of diffusers' models, by name. `trust_remote_code`: run model code in the checkpoint or
+    with the base, as in transformers. `verify`: compare the digests of all files before they are used; digests of
+    files below 1 MB and all sizes and headers are always compared.
     `require_signature`: check the signature of the checkpoint first, see `verify(signed_by=)`; not that of a base.
     `with_report`: return (model, LoadReport).
 
@@ -183,24 +202,26 @@ def load_model(
     """
     if mapped not in (True, False, "auto"):
         raise LoadError(f"mapped={mapped!r}: expected True, False or 'auto'")
-    if into is not None and not isinstance(into, nn.Module):
-        raise LoadError(f"into={short(into)}: expected a torch.nn.Module to load the values into")
     if not isinstance(classes, Mapping | None):
         raise LoadError(f"classes={short(classes)}: expected a class for each name, as a mapping")
     is_host = device is None or _device_type(device) in ("cpu", "meta")
     read_to = None if is_host else torch.empty(0, device=device).device  # with its index, which differs by thread
-    options = _LoadOptions(base, into, classes or {}, strict, check_base, trust_remote_code, verify, mapped, read_to)
+    options = _LoadOptions(base, None, classes or {}, strict, check_base, trust_remote_code, verify, mapped, read_to)
     root, wanted = _find_checkpoint(open_place(path), part)
     with open_checkpoint(Place(root), compares=False) as held, _explain_errors(root):
         _refuse_unsigned(held, require_signature)
         refuse_delta(held.manifest, Place(held.origin))
-        groups = _group_records(held, wanted, into)
+        groups = _find_groups(held, wanted)
+        targets = _targets_of(held, groups, into)
+        _refuse_modules(held, groups, targets)
         with _track_load(held, groups, options):
             _refuse_damaged(held, groups, options)
-            loaded = {name: _load_group(held, records, options) for name, records in groups.items()}
+            loaded = {}
+            for name, records in groups.items():
+                loaded[name] = _load_group(held, records, replace(options, into=targets.get(name)))
         models = {name: model.to(device) if device is not None else model for name, (model, _) in loaded.items()}
-        share_again(held.manifest, models)
-    is_single = len(models) == 1 and (wanted is not None or "" in models)
+        share_again(held.manifest, models, targets)
+    is_single = len(models) == 1 and (wanted is not None or "" in models) and not isinstance(into, Mapping)
     result = next(iter(models.values())) if is_single else models
     if not with_report:
         return result
@@ -266,24 +287,17 @@ def _explain_errors(root: Store) -> Iterator[None]:
         raise LoadError(f"{root.url}: no model can be made of it: {printable(text)[:2000]}") from error
 
 
-def _group_records(held: OpenCheckpoint, wanted: str | None, into: nn.Module | None) -> dict[str, list[PartRecord]]:
+def _find_groups(held: OpenCheckpoint, wanted: str | None) -> dict[str, list[PartRecord]]:
     """Part records grouped by model: a model and its adapters are one group. `wanted`: only this group or part.
 
-    The training state is in no group. Raises LoadError if there is no group, or more than one for `into`.
+    The training state is in no group. Raises LoadError if there is no group.
     """
-    groups = _find_groups(held, wanted)
-    if not groups:
-        raise LoadError(f"{held.store.url}: no part to load")
-    if into is not None and len(groups) > 1:
-        raise LoadError(f"into=: {held.store.url} holds {', '.join(groups)}; name one of them with part=")
-    return groups
-
-
-def _find_groups(held: OpenCheckpoint, wanted: str | None) -> dict[str, list[PartRecord]]:
     parts = [part for part in held.manifest.parts if part.kind != "state"]
     groups: dict[str, list[PartRecord]] = {}
     for record in parts:
         groups.setdefault(_owner_folder(record), []).append(record)
+    if not groups:
+        raise LoadError(f"{held.store.url}: no part to load")
     if wanted is None:
         return groups
     if wanted in groups:
@@ -295,6 +309,53 @@ def _find_groups(held: OpenCheckpoint, wanted: str | None) -> dict[str, list[Par
         advice = question or f"it has {', '.join(names) or 'one part only, leave part= out'}"
         raise LoadError(f"part {wanted!r}: not in {held.store.url}; {advice}")
     return {wanted: exact}
+
+
+def _targets_of(
+    held: OpenCheckpoint, groups: Mapping[str, list[PartRecord]], into: nn.Module | Mapping[str, nn.Module] | None
+) -> dict[str, nn.Module]:
+    """The caller's modules by part. Raises LoadError for a module without a part, or one for several parts."""
+    if into is None:
+        return {}
+    names = ", ".join(groups)
+    if isinstance(into, nn.Module):
+        if len(groups) > 1:
+            example = f"into={{{next(iter(groups))!r}: module}}"
+            raise LoadError(
+                f"into=: {held.store.url} has the parts {names}, expected one; give a module by part, {example}, or "
+                "name one part with part="
+            )
+        return dict.fromkeys(groups, into)
+    if not isinstance(into, Mapping) or not all(isinstance(module, nn.Module) for module in into.values()):
+        raise LoadError(f"into={short(into)}: expected a torch.nn.Module, or a mapping of them by part")
+    unknown = [name for name in into if name not in groups]
+    if unknown:
+        expected = names or "one part: pass the module itself"
+        raise LoadError(f"into=: {listing(unknown, ', ')}: not in {held.store.url}, which has {expected}")
+    return dict(into)
+
+
+def _refuse_modules(
+    held: OpenCheckpoint, groups: Mapping[str, list[PartRecord]], targets: Mapping[str, nn.Module]
+) -> None:
+    """Raise LoadError naming the parts that no library can build a model for, and that are without a target."""
+    without = []
+    for name, records in groups.items():
+        modules = [record for record in records if record.kind == "module"]
+        without += [(name, record.class_name) for record in modules if name not in targets]
+    if not without:
+        return
+    problems = []
+    for name, class_name in without:
+        part = f"part {name!r}: " if name else ""
+        problems.append(f"{part}a module of the class {class_name}")
+    name, class_name = without[0]
+    example = f"into={{{name!r}: {class_name}(...)}}" if len(groups) > 1 else f"into={class_name}(...)"
+    others = ", or name another part with part=" if len(groups) > len(without) else ""
+    raise LoadError(
+        f"{held.store.url}: {listing(problems)}; a checkpoint has tensors and no code to build it: pass a module of "
+        f"yours, {example}{others}"
+    )
 
 
 def _owner_folder(record: PartRecord) -> str:
@@ -318,8 +379,7 @@ def _load_group(held: OpenCheckpoint, records: list[PartRecord], options: _LoadO
     elif options.into is not None:
         model, report = options.into, _copy_into(options.into, held, whole, options)
     else:
-        load = _load_plain if whole.kind == "module" else _load_pretrained
-        model, report = load(held, whole, options)
+        model, report = _load_pretrained(held, whole, options)
     if not adapters:
         return model, report
     check_base = options.check_base and whole is None
@@ -334,15 +394,6 @@ def _carrier_in(model: nn.Module) -> nn.Module:
     """The module for PEFT inside wrappers, such as DDP; `model` if an engine has taken its tensors."""
     chain = wrapper_chain(model)
     return model if any(hides_tensors(each) or keeps_weights(each) for each in chain) else chain[-1]
-
-
-def _load_plain(held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> tuple[nn.Module, LoadReport]:
-    store = held.store
-    with fetching_weights(store, weight_names(record), options.mapped, options.device) as tensors:
-        described = json.loads(read_text(store, beside_weights(record, MODULE_NAME)))
-        module = build_module(described, options.classes).eval()
-        stored, zero_copy = tensors()
-        return module, replace(put_tensors(module, record, stored, store, options.strict), zero_copy=zero_copy)
 
 
 def _load_pretrained(held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> tuple[nn.Module, LoadReport]:

@@ -1,6 +1,6 @@
 """Opens weight files and loads their tensors into a module, strictly."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -21,8 +21,7 @@ from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import PLAIN, load_object
 from ft_ckpt.formats.registry import checkpoint_format_of
 from ft_ckpt.formats.tensor_file import IndexedFile
-from ft_ckpt.model.plain_module import put_at, tensor_at
-from ft_ckpt.model.selection import made_by_class
+from ft_ckpt.model.selection import made_by_class, put_at, tensor_at
 from ft_ckpt.model.settings import EXTRA_FILE
 from ft_ckpt.storage.store import Store, read_text
 
@@ -283,19 +282,28 @@ def refuse_differences(report: LoadReport, strict: bool) -> None:
         )
 
 
-def share_again(manifest: Manifest, models: Mapping[str, nn.Module]) -> None:
-    """Share parameters again that parts shared when they were saved."""
-    chosen: dict[str, dict[int, Tensor]] = {}  # part -> id of a tensor -> its replacement
+def share_again(manifest: Manifest, models: Mapping[str, nn.Module], filled: Collection[str]) -> None:
+    """Share parameters again that parts shared when they were saved.
+
+    The models of `filled` parts are the caller's: they keep their parameters, and the others take them.
+    """
+    replacements: dict[str, dict[int, Any]] = {}  # part -> id of a tensor -> its replacement
     for group in manifest.shared:
-        members = [member.partition(":")[::2] for member in group]
-        found = [(part, tensor_at(models[part], name)) for part, name in members if part in models]
-        here = [(part, tensor) for part, tensor in found if tensor is not None]
-        for part, tensor in here[1:]:
-            chosen.setdefault(part, {})[id(tensor)] = here[0][1]
-    for part, others in chosen.items():
+        members = []
+        for member in group:
+            part, _, name = member.partition(":")
+            tensor = tensor_at(models[part], name) if part in models else None
+            if tensor is not None and (part not in filled or type(tensor) in PLAIN):
+                members.append((part, tensor))
+        members.sort(key=lambda member: member[0] not in filled)
+        for part, tensor in members[1:]:
+            if part not in filled:
+                replacements.setdefault(part, {})[id(tensor)] = members[0][1]
+    for part, by_id in replacements.items():
         for module in models[part].modules():
-            for own in (module._parameters, module._buffers):
-                own.update({name: others[id(tensor)] for name, tensor in own.items() if id(tensor) in others})  # type: ignore[misc]
+            for tensors in (module._parameters, module._buffers):
+                shared = {name: by_id[id(tensor)] for name, tensor in tensors.items() if id(tensor) in by_id}
+                tensors.update(shared)
 
 
 def summary_of(root: str | Path, part: str, reports: list[LoadReport], copied: bool) -> LoadReport:

@@ -24,9 +24,8 @@ from ft_ckpt.model.base_class import BaseClass
 from ft_ckpt.model.base_files import FileOrigin, find_origins
 from ft_ckpt.model.companions import is_quantised
 from ft_ckpt.model.conversion import with_whole_parameters
-from ft_ckpt.model.plain_module import put_at, tensor_at
 from ft_ckpt.model.pretrained import add_folder_settings, model_class, without_memory
-from ft_ckpt.model.selection import View
+from ft_ckpt.model.selection import View, put_at, tensor_at
 
 _KINDS = ("Params4bit", "Int8Params")
 _COMPARED = 8  # layers to compare, spread over the model: at least this many, less than twice as many

@@ -70,6 +70,21 @@ def module_at(model: nn.Module, attribute: str) -> nn.Module:
     return module
 
 
+def tensor_at(module: nn.Module, name: str) -> Any:
+    """The attribute of `module` under a dotted name; None if there is none."""
+    path, _, key = name.rpartition(".")
+    try:
+        return getattr(module.get_submodule(path), key)
+    except AttributeError:
+        return None
+
+
+def put_at(module: nn.Module, name: str, value: Any) -> None:
+    """Put a parameter or buffer under a dotted name."""
+    path, _, key = name.rpartition(".")
+    setattr(module.get_submodule(path), key, value)
+
+
 def _with_raw_below(source: Source, depth: int) -> Source:
     """The source with its raw name relative to the unwrapped submodule `depth` attributes down."""
     if not depth and source.raw_name == source.name:

@@ -17,9 +17,8 @@ from ft_ckpt.messages import without_secrets
 from ft_ckpt.storage.scratch import files_made_by
 from ft_ckpt.storage.store import Store, read_text
 
-MODULE_NAME = "module.json"
 EXTRA_FILE = "extra_state.json"  # non-tensor values of state dicts
-SETTINGS_FILES = {"model": "config.json", "adapter": "adapter_config.json", "module": MODULE_NAME}
+SETTINGS_FILES = {"model": "config.json", "adapter": "adapter_config.json"}  # a plain module has none
 
 # Fields of a model's config that do not change the output in eval mode; fields of dropout are harmless as well.
 HARMLESS_MODEL_FIELDS = frozenset({
@@ -59,13 +58,16 @@ def differing_settings(first: Store, other: Store, kind: str) -> list[Difference
 
     Raises CorruptError for a settings file that cannot be parsed.
     """
+    in_files = [*_differing_files(first, other), *_differing_tokens(first, other)]
+    if kind not in SETTINGS_FILES:
+        return in_files
     name = SETTINGS_FILES[kind]
     one, two = (_settings_in(store, name) for store in (first, other))
     differing = [] if one == two else [(name, _presence(one), _presence(two))]
     if differing and one is not None and two is not None:
         with damaged_input(f"{first.where(name)} and {other.where(name)}"):
             differing = differences_between(one, two, kind)
-    return [*differing, *_differing_files(first, other), *_differing_tokens(first, other)]
+    return [*differing, *in_files]
 
 
 def quantisation_of(store: Store) -> str | None:

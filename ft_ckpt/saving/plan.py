@@ -25,19 +25,16 @@ from ft_ckpt.distributed.wrappers import unwrap, user_class
 from ft_ckpt.errors import ConfigError, IncompleteError
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model import companions as companions
-from ft_ckpt.model.adapters import has_adapters
 from ft_ckpt.model.base_model import identifying_tensors, record_of_base, refuse_merged
 from ft_ckpt.model.config_check import check_config
 from ft_ckpt.model.diffusers import is_diffusers, write_config
 from ft_ckpt.model.entries import MergeChoice, Part, lossy_casts, main_dtype, shared_between
 from ft_ckpt.model.parts import Attribute, parts_of
-from ft_ckpt.model.plain_module import module_text
 from ft_ckpt.model.selection import without_own_layouts
-from ft_ckpt.model.settings import EXTRA_FILE, MODULE_NAME, SETTINGS_FILES
+from ft_ckpt.model.settings import EXTRA_FILE, SETTINGS_FILES
 from ft_ckpt.saving import replicas, reuse_frozen
 from ft_ckpt.saving.files import PartPlan, plan_part
 from ft_ckpt.storage.digests import FileRecord
-from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.scratch import files_made_by
 from ft_ckpt.storage.store import Store, is_inside
@@ -312,10 +309,6 @@ def _write_companions(folder: Path, part: Part, request: SaveRequest, base: Base
         how: dict[str, Any] = {"base": base, "beside": part.beside, "base_id": request.base_id}
         how["library"] = "diffusers" if part.file == DIFFUSERS_LORA_FILE else "peft"
         companions.write_adapter(folder, part.module, str(part.adapter), **how)
-    else:
-        shapes = {entry.name: entry.shape for entry in part.entries}
-        text = module_text(part.module, shapes, adapters=not has_adapters(part.module))  # they have parts of their own
-        LocalStore(folder).write(MODULE_NAME, text.encode())
 
 
 def _path_in(part: Part, name: str) -> str:

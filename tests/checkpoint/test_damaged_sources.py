@@ -102,7 +102,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "run": save_run,
 }
 MODELS = ("model", "shards", "dual", "h5", "packed", "torch")
-SMALL = ("config.json", "index.json", "module.json", ".jinja")  # which are never large
+SMALL = ("config.json", "index.json", ".jinja")  # which are never large
 ADAPTERS = ("adapter", "h5-adapter", "both")
 LOADED = ("model", "shards", "dual", "h5", "packed", *ADAPTERS, "parts", "run")
 

@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import models
 import pytest
 import torch
 from hypothesis import given, settings
@@ -241,18 +242,11 @@ def test_a_closed_file_leaves_its_tensors(tmp_path):
     assert torch.equal(found, full["a"]), "a mapped one would be gone"
 
 
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.Linear(600, 500)
-        self.scale = torch.nn.Parameter(torch.ones(()))
-
-
 @pytest.mark.parametrize(("mapped", "in_cache", "expected"), [
     (True, 0, True), (False, 1, False), ("auto", 0, False), ("auto", 1, True), ("auto", None, True),
 ])  # fmt: skip
 def test_load_model_reads_what_is_cold_and_maps_the_rest(tmp_path, monkeypatch, mapped, in_cache, expected):
-    net = Net()
+    net = models.build("llama")
     ft_ckpt.CheckpointSaver().save(net, tmp_path / "net")
     monkeypatch.setattr(read_ahead, "LEAST_WHOLE_BYTES", 1)
     monkeypatch.setattr(
@@ -261,12 +255,12 @@ def test_load_model_reads_what_is_cold_and_maps_the_rest(tmp_path, monkeypatch, 
     model, report = ft_ckpt.load_model(tmp_path / "net", mapped=mapped, with_report=True)
     assert report.zero_copy is expected
     assert all(torch.equal(tensor, net.state_dict()[name]) for name, tensor in model.state_dict().items())
-    model.inner.weight.data.zero_()
-    assert torch.equal(ft_ckpt.load_model(tmp_path / "net").inner.weight, net.inner.weight)
+    model.lm_head.weight.data.zero_()
+    assert torch.equal(ft_ckpt.load_model(tmp_path / "net").lm_head.weight, net.lm_head.weight)
 
 
 def test_ranks_of_one_machine_share_the_page_cache(tmp_path, monkeypatch):
-    ft_ckpt.CheckpointSaver().save(Net(), tmp_path / "net")
+    ft_ckpt.CheckpointSaver().save(models.build("llama"), tmp_path / "net")
     monkeypatch.setattr(read_ahead, "LEAST_WHOLE_BYTES", 1)
     monkeypatch.setattr(read_ahead, "cached_bytes", lambda *_: 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -274,10 +268,10 @@ def test_ranks_of_one_machine_share_the_page_cache(tmp_path, monkeypatch):
 
 
 def test_no_memory_for_a_cold_file_maps_it(tmp_path, monkeypatch):
-    ft_ckpt.CheckpointSaver().save(Net(), tmp_path / "net")
+    ft_ckpt.CheckpointSaver().save(models.build("llama"), tmp_path / "net")
     monkeypatch.setattr(read_ahead, "LEAST_WHOLE_BYTES", 1)
     monkeypatch.setattr(read_ahead, "cached_bytes", lambda *_: 0)
-    monkeypatch.setattr(read_ahead, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(read_ahead, "available_bytes", lambda: 1 << 10)
     assert ft_ckpt.load_model(tmp_path / "net", with_report=True)[1].zero_copy
 
 

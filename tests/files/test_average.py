@@ -108,9 +108,12 @@ def test_parts_and_formats(tmp_path):
     average([tmp_path / "c0", tmp_path / "c1"], tmp_path / "out", format="dual")
     assert [part.path for part in read_manifest(tmp_path / "out").parts] == parts
     assert verify(tmp_path / "out").ok
-    both = [ft_ckpt.load_model(tmp_path / name / "value_head").state_dict() for name in ("c0", "c1", "out")]
-    for name, value in both[2].items():
-        assert torch.allclose(value, (both[0][name] + both[1][name]) / 2)
+    heads = []
+    for name in ("c0", "c1", "out"):
+        head = ft_ckpt.load_model(tmp_path / name / "value_head", into=models.ValueHead())
+        heads.append(head.state_dict())
+    for name, value in heads[2].items():
+        assert torch.allclose(value, (heads[0][name] + heads[1][name]) / 2)
 
 
 def test_adapters_of_one_base(tmp_path):
@@ -346,6 +349,19 @@ def test_other_models_are_named(three, tmp_path):
     CheckpointSaver().save(models.build("gpt2"), tmp_path / "other")
     with pytest.raises(SelectionError, match=r"other: model\.layers\.0\.input_layernorm\.weight: missing"):
         average([three[0], tmp_path / "other"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_modules_of_two_classes_have_no_average(tmp_path):
+    """They have no settings file: the manifest has the name of the class."""
+
+    class Scaled(nn.Linear):
+        """Computes something else with the same tensors."""
+
+    for name, module in (("one", nn.Linear(2, 2)), ("two", Scaled(2, 2))):
+        CheckpointSaver().save(module, tmp_path / name)
+    with pytest.raises(LoadError, match="two: class is Scaled, Linear in one"):
+        average([tmp_path / "one", tmp_path / "two"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -3,11 +3,13 @@
 An error that must be one is ignored on its line, and mypy reports an ignored line without an error.
 """
 
+from typing import Any
+
 import torch
 from transformers import Trainer
 from typing_extensions import assert_type
 
-from ft_ckpt import CheckpointSaver, Every, Keep, PendingSave, SaverConfig, SaveReport
+from ft_ckpt import CheckpointSaver, Every, Keep, LoadReport, PendingSave, SaverConfig, SaveReport, load_model
 from ft_ckpt.integrations.trainer import checkpointed
 
 
@@ -46,6 +48,14 @@ def settings_that_do_not_exist(model: torch.nn.Module) -> None:
     CheckpointSaver(dtpye="bfloat16")  # type: ignore[call-overload]  # a typing error
     CheckpointSaver(when_full="panic")  # type: ignore[call-overload]  # another value
     CheckpointSaver().save(model, adapter_onyl=True)  # type: ignore[call-overload]  # a typing error
+
+
+def load_into_modules(head: torch.nn.Linear) -> None:
+    assert_type(load_model("out/ppo", into={"value_head": head}), dict[str, Any])
+    parts, report = load_model("out/ppo", into={"value_head": head}, with_report=True)
+    assert_type(parts, dict[str, Any])
+    assert_type(report, LoadReport)
+    assert_type(load_model("out/ppo", part="value_head", into=head), torch.nn.Linear | Any)
 
 
 class OwnTrainer(Trainer):

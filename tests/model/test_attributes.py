@@ -33,22 +33,47 @@ def test_policy_alone_is_a_hugging_face_folder(pair, tmp_path):
     assert_agree(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "ours")), logits(pair.policy))
 
 
-def test_value_head_alone_loads_without_its_constructor(pair, tmp_path):
-    """The head, its buffer included, comes back as a module."""
+def test_value_head_loads_into_a_module_of_the_caller(pair, tmp_path):
+    """The head, its buffer included; the checkpoint has its tensors and no code."""
     CheckpointSaver().save(pair, tmp_path, attribute="value_head")
     assert_same_tensors(stored(tmp_path), pair.value_head.state_dict())
-    loaded = ft_ckpt.load_model(tmp_path)
-    states = torch.ones(3, 24)
-    assert type(loaded) is models.ValueHead
-    assert torch.equal(loaded(states), pair.value_head(states))
-    assert torch.equal(loaded.mean, pair.value_head.mean)
-
-
-def test_value_head_loads_into_a_module_at_hand(pair, tmp_path):
-    CheckpointSaver().save(pair, tmp_path, attribute="value_head")
+    assert set(files(tmp_path)) == {"ft_ckpt.json", "model.safetensors"}
     head = models.ValueHead()
+    states = torch.ones(3, 24)
     assert ft_ckpt.load_model(tmp_path, into=head) is head
-    assert torch.equal(head.score.weight, pair.value_head.score.weight)
+    assert torch.equal(head(states), pair.value_head(states))
+    assert torch.equal(head.mean, pair.value_head.mean)
+
+
+def test_a_plain_module_needs_one_of_the_caller(pair, tmp_path):
+    """Nothing of the checkpoint names code to run, an old description of modules included."""
+    CheckpointSaver().save(pair, tmp_path / "one", attribute="value_head")
+    with pytest.raises(errors.LoadError, match=r"one: a module of the class ValueHead; .* into=ValueHead\(\.\.\.\)"):
+        ft_ckpt.load_model(tmp_path / "one")
+    CheckpointSaver().save(pair, tmp_path / "two", attribute=["policy", "value_head"])
+    with pytest.raises(errors.LoadError, match=r"part 'value_head': .*into=\{'value_head': ValueHead.*with part="):
+        ft_ckpt.load_model(tmp_path / "two")
+    with pytest.raises(errors.LoadError, match=r"two: part 'value_head': a module of .*into=ValueHead"):
+        ft_ckpt.load_model(tmp_path / "two", part="value_head")
+
+
+def test_modules_are_given_by_part(pair, tmp_path):
+    """The policy is built, the head is filled."""
+    CheckpointSaver().save(pair, tmp_path, attribute=["policy", "value_head"])
+    head = models.ValueHead()
+    parts = ft_ckpt.load_model(tmp_path, into={"value_head": head})
+    assert list(parts) == ["policy", "value_head"]
+    assert parts["value_head"] is head
+    assert_same_tensors(head.state_dict(), pair.value_head.state_dict())
+    assert_agree(logits(parts["policy"]), logits(pair.policy))
+    alone = ft_ckpt.load_model(tmp_path, part="value_head", into={"value_head": models.ValueHead()})
+    assert_same_tensors(alone["value_head"].state_dict(), head.state_dict())
+    with pytest.raises(errors.LoadError, match=r"into=: critic: not in .*, which has policy, value_head"):
+        ft_ckpt.load_model(tmp_path, into={"critic": head})
+    with pytest.raises(errors.LoadError, match=r"has the parts policy, value_head.*into=\{'policy': module\}"):
+        ft_ckpt.load_model(tmp_path, into=head)
+    with pytest.raises(errors.LoadError, match=r"expected a torch\.nn\.Module, or a mapping"):
+        ft_ckpt.load_model(tmp_path, into={"value_head": head.state_dict()})
 
 
 def test_a_module_of_another_shape_is_refused(pair, tmp_path):
@@ -69,14 +94,16 @@ def test_nested_attribute(pair, tmp_path):
     assert_same_tensors(stored(tmp_path / "one"), reference(pair.policy, tmp_path / "theirs"))
     CheckpointSaver().save(holder, tmp_path / "two", attribute=["model.policy", "model.value_head"])
     assert_same_tensors(stored(tmp_path / "two" / "model.policy"), stored(tmp_path / "theirs"))
-    assert set(ft_ckpt.load_model(tmp_path / "two")) == {"model.policy", "model.value_head"}
+    parts = ft_ckpt.load_model(tmp_path / "two", into={"model.value_head": models.ValueHead()})
+    assert set(parts) == {"model.policy", "model.value_head"}
 
 
 def test_parts_load_one_by_one(pair, tmp_path):
     CheckpointSaver().save(pair, tmp_path, attribute=["policy", "value_head"])
     assert not [name for name in files(tmp_path) if name.endswith(".safetensors") and "/" not in name]
     assert_agree(logits(ft_ckpt.load_model(tmp_path, part="policy")), logits(pair.policy))
-    assert isinstance(ft_ckpt.load_model(tmp_path, part="value_head"), models.ValueHead)
+    head = models.ValueHead()
+    assert ft_ckpt.load_model(tmp_path, part="value_head", into=head) is head
     with pytest.raises(errors.CheckpointError, match=r"critic.*policy"):
         ft_ckpt.load_model(tmp_path, part="critic")
 
@@ -96,11 +123,17 @@ def test_shared_trunk_is_recorded_and_shared_again(tmp_path):
     shared = {name for group in read_manifest(tmp_path).shared for name in group}
     assert {"policy:model.norm.weight", "value_model:trunk.norm.weight"} <= shared
     assert "policy:lm_head.weight" not in shared
-    parts = ft_ckpt.load_model(tmp_path)
+    value_model = models.build("shared_trunk").value_model.eval()
+    before = dict(value_model.named_parameters())
+    parts = ft_ckpt.load_model(tmp_path, into={"value_model": value_model})
     trunk = dict(parts["policy"].model.named_parameters())
-    assert all(trunk[name] is tensor for name, tensor in parts["value_model"].trunk.named_parameters())
+    assert all(trunk[name] is tensor for name, tensor in value_model.trunk.named_parameters())
+    assert all(before[name] is tensor for name, tensor in value_model.named_parameters()), "an optimizer may hold them"
     ids = models.batch(5)["input_ids"]
-    assert_agree(parts["value_model"].eval()(ids), model.value_model(ids))
+    assert_agree(value_model(ids), model.value_model(ids))
+    two = {"policy": models.build("qwen3"), "value_model": models.build("shared_trunk").value_model}
+    assert ft_ckpt.load_model(tmp_path, into=two) == two
+    assert two["policy"].model.norm.weight is not two["value_model"].trunk.norm.weight
 
 
 def test_what_parts_share_has_the_new_names_of_a_conversion(tmp_path):
@@ -142,10 +175,9 @@ def test_lora_policy_inside_a_composite(tmp_path):
 
 def test_whole_composite_is_one_module(pair, tmp_path):
     CheckpointSaver().save(pair, tmp_path)
-    loaded = ft_ckpt.load_model(tmp_path)
-    assert isinstance(loaded, models.PolicyAndValue)
+    loaded = ft_ckpt.load_model(tmp_path, into=models.build("policy_and_value", 7).eval())
     batch = models.batch(5)
-    assert_agree(loaded.eval()(**batch).loss, pair(**batch).loss)
+    assert_agree(loaded(**batch).loss, pair(**batch).loss)
     assert loaded.policy.lm_head.weight is loaded.policy.model.embed_tokens.weight
 
 

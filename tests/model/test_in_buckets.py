@@ -96,10 +96,12 @@ def test_parts_by_name_and_by_place(tmp_path):
     model = models.build("policy_and_value").eval()
     CheckpointSaver().save(model, tmp_path / "out", attribute=["policy", "value_head"])
     place = in_bucket(tmp_path / "out")
-    loaded = ft_ckpt.load_model(place)
+    loaded = ft_ckpt.load_model(place, into={"value_head": models.ValueHead()})
     assert same(loaded["policy"], model.policy)
-    for one in (ft_ckpt.load_model(place, part="value_head"), ft_ckpt.load_model(Place(place.store, "out/value_head"))):
-        assert same(one, model.value_head)
+    assert same(loaded["value_head"], model.value_head)
+    for path, part in ((place, "value_head"), (Place(place.store, "out/value_head"), None)):
+        head = ft_ckpt.load_model(path, part=part, into=models.ValueHead())
+        assert same(head, model.value_head)
     with pytest.raises(LoadError, match=r"part 'none': not in memory://\w+/team/runs/out"):
         ft_ckpt.load_model(place, part="none")
     with pytest.raises(NotACheckpointError, match=r"memory://\w+/team/runs: the folder of a run, which holds out"):
@@ -137,7 +139,7 @@ def test_readers_see_one_save_or_an_error(tmp_path):
         in_bucket(tmp_path / "2.0" / "out", place.store)
         with pytest.raises(CorruptError, match="overwritten while it was read"):
             held.store.read("model.safetensors")
-    assert float(ft_ckpt.load_model(place).weight[0, 0]) == 2.0
+    assert float(ft_ckpt.load_model(place, into=nn.Linear(40, 40)).weight[0, 0]) == 2.0
 
 
 def test_opening_is_few_requests(sharded):

@@ -29,7 +29,6 @@ from ft_ckpt.formats import tensor_file
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.formats.pytree import decode_node, unflatten
 from ft_ckpt.model.convert import open_source
-from ft_ckpt.model.plain_module import build_module, describe_module
 from ft_ckpt.schedule import History
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER, read_document
@@ -298,15 +297,6 @@ def trees(folder):
     return attempt
 
 
-def modules(folder):
-    whole = describe_module(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)))
-
-    def attempt(dice):
-        build_module(odd(whole, dice))
-
-    return attempt
-
-
 def pickles(folder):
     values = [{"a": [1, (2,)]}, torch.float16, np.float32(2.5), frozenset({1, "a"}), [{"x": ("y",) * 3}] * 4, 2**100]
     data = [pickle.dumps(value, protocol) for value in values for protocol in (0, 2, 4)]
@@ -341,7 +331,6 @@ GROUPS = {
     "dcp": in_folder(dcp),
     "document": document,
     "tree": trees,
-    "modules": modules,
 }
 
 

@@ -90,7 +90,7 @@ def rounds(folder: Path) -> None:
     fresh, _, saver = run_of(Large(), folder)
     with saver:
         saver.resume("later")
-    loaded = load_model(folder / "now", classes={"Large": Large}, device=device())
+    loaded = load_model(folder / "now", into=Large(), device=device())
     for one in (fresh, loaded):
         assert all(raw(one.state_dict()[name].cpu()) == raw(t.cpu()) for name, t in model.state_dict().items())
 
