@@ -24,13 +24,12 @@ from ft_ckpt.engines.publish import PublishReport, publish
 from ft_ckpt.errors import ConfigError, is_number, listing
 from ft_ckpt.messages import LOG, announce
 from ft_ckpt.model.adapters import has_adapters
-from ft_ckpt.model.entries import Merged
-from ft_ckpt.model.parts import Attribute, is_of_adapters, model_inside
+from ft_ckpt.model.entries import Merged, merge_choice
+from ft_ckpt.model.parts import Attribute, check_model, is_of_adapters, model_inside
 from ft_ckpt.saving.background import PendingSave, SaveRunner, as_in_training
 from ft_ckpt.saving.execute import SaveReport
 from ft_ckpt.saving.follow_up import SaveHook, make_follow_up
-from ft_ckpt.saving.merge_files import MergeRequest, ask_merged, is_plain_merge
-from ft_ckpt.saving.plan import check_companions, library_versions, request_of
+from ft_ckpt.saving.plan import SaveRequest, check_companions, library_versions, live_logits, request_of
 from ft_ckpt.saving.run_saves import RunSaves
 from ft_ckpt.storage.place import Place, location_name, shown_location
 from ft_ckpt.training import triggers
@@ -75,8 +74,6 @@ class SaveArguments(TypedDict, total=False):
     extra_files: Mapping[str, str | bytes] | None
     overwrite: bool | None
     merged: Merged
-    base: str | Path | None
-    dequantize: bool
     check: str | Mapping[str, Any] | None
     push_to_hub: str | None
 
@@ -235,8 +232,6 @@ class CheckpointSaver(Generic[SaveResult]):
         background: bool | None = None,
         overwrite: bool | None = None,
         merged: Merged = False,
-        base: str | Path | None = None,
-        dequantize: bool = False,
         check: str | Mapping[str, Any] | None = None,
         push_to_hub: str | None = None,
     ) -> Any:
@@ -253,11 +248,11 @@ class CheckpointSaver(Generic[SaveResult]):
         it must agree with the model. `extra_files`: files of rank 0 by path in the checkpoint.
 
         `merged` True stores one plain model, with the active adapters merged into a copy of the base, layer by layer;
-        names choose adapters, a mapping gives each a weight. Adapters on a quantised base are merged into the original
-        model: the folder or id `base`, by default the base in their config; or, with `dequantize`, into the dequantised
-        weights. `check`="logits", or a batch, compares the output of the saved folder in transformers with the live
-        model before the commit. With `push_to_hub` ("user/name", or a URL) rank 0 then pushes the checkpoint there in
-        the background, as `ft_ckpt.push` does; the report's `push` is the handle.
+        names choose adapters, a mapping gives each a weight. A quantised base is refused: `ft_ckpt.merge` merges the
+        adapter's files into the model that was quantised. `check`="logits", or a batch, compares the output of the
+        saved folder in transformers with the live model before the commit. With `push_to_hub` ("user/name", or a URL)
+        rank 0 then pushes the checkpoint there in the background, as `ft_ckpt.push` does; the report's `push` is the
+        handle.
 
         Raises SelectionError when the model lacks the requested part or the request is ambiguous, IncompleteError when
         the files would differ from the model, TargetError or NoSpaceError when it cannot be written, RankError when
@@ -276,29 +271,28 @@ class CheckpointSaver(Generic[SaveResult]):
         self._pending.wait_for_save()
         if path is None and step is not None:  # into the directory of the run
             self._saves.take_lease()
-        asked = MergeRequest(merged, base, dequantize, check)
-        others = {"adapter_only": adapter_only, "attribute": attribute, "state_dict": state_dict}
+        excluded = {"adapter_only": adapter_only, "attribute": attribute, "state_dict": state_dict}
         attribute = self.config.attribute if attribute is None else attribute
-        with ExitStack() as stack:
-            if is_plain_merge(model, asked):
-                config = replace(config, snapshot_bytes=1)  # written before this returns: its files are open until then
-            extra = ask_merged(model, asked, others, stack)
-            return self._pending.save(
+
+        def make_request() -> SaveRequest:
+            check_model(model)
+            return request_of(
                 config,
-                lambda: request_of(
-                    config,
-                    target=self._saves.target_folder(path, step, has_state=False),
-                    **extra(),
-                    adapter_only=False if merged else self._is_of_adapters(model, adapter_only, attribute),
-                    attribute=attribute,
-                    tokenizer=self.tokenizer if tokenizer is None else tokenizer,
-                    state_dict=state_dict,
-                    extra_files=dict(extra_files or {}),
-                    notes=() if state_dict is not None else self._run.notes_on_weights(model),
-                    **facts,
-                ),
-                self._saves.plan_follow_up(push_to=push_to, base_id=config.base_id),
+                model,
+                self._saves.target_folder(path, step, has_state=False),
+                merged=merge_choice(merged, excluded),
+                check=None if check is None else live_logits(model, check),
+                adapter_only=False if merged else self._is_of_adapters(model, adapter_only, attribute),
+                attribute=attribute,
+                tokenizer=self.tokenizer if tokenizer is None else tokenizer,
+                state_dict=state_dict,
+                extra_files=dict(extra_files or {}),
+                notes=() if state_dict is not None else self._run.notes_on_weights(model),
+                **facts,
             )
+
+        follow_up = self._saves.plan_follow_up(push_to=push_to, base_id=config.base_id)
+        return self._pending.save(config, make_request, follow_up)
 
     def publish(
         self,

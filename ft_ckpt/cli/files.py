@@ -255,9 +255,6 @@ def add_merge(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--any-base", action="store_true", help="Skip the check that the base is the one of the training."
     )
-    parser.add_argument(
-        "--dequantize", action="store_true", help="Merge into a quantised base, and write it dequantised."
-    )
     _add_output_options(parser)
     parser.set_defaults(run=_merge)
 
@@ -275,7 +272,7 @@ def _merge(options: Namespace) -> None:
         options.source, options.target, base=options.base, adapters=options.adapter,
         weights=parse_weights(options.weights), format=options.format, dtype=options.dtype,
         max_shard_size=options.max_shard_size, check="logits" if options.check else None,
-        check_base=not options.any_base, dequantize=options.dequantize, overwrite=options.force,
+        check_base=not options.any_base, overwrite=options.force,
     )  # fmt: skip
     print_conversion(options.source, report, False, as_json=options.as_json)
 

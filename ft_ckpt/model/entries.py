@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -108,11 +109,18 @@ class MergeChoice:
     weights: tuple[float, ...] = ()
 
 
-def merge_choice(merged: Merged) -> MergeChoice | None:
+def merge_choice(merged: Merged, excluded: Mapping[str, Any] = MappingProxyType({})) -> MergeChoice | None:
     """The choice for the argument `merged`: True for the active adapters, False for none, names, or names with weights.
 
-    Raises ConfigError for anything else, repeated names, and weights that are not finite.
+    `excluded`: the arguments that a merge excludes, by name. Raises ConfigError for anything else, repeated names,
+    weights that are not finite, and for an excluded argument that is neither None nor False.
     """
+    contradicting = [name for name, value in excluded.items() if value is not None and value is not False]
+    if merged is not False and contradicting:
+        raise ConfigError(
+            f"merged={merged!r} and {', '.join(contradicting)}: a merged model is the whole model without adapters; "
+            "leave one of them out"
+        )
     if isinstance(merged, bool):
         return MergeChoice() if merged else None
     names: tuple[Any, ...] = (merged,) if isinstance(merged, str) else ()

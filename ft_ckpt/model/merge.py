@@ -186,8 +186,9 @@ def refuse_quantised(base: Any) -> None:
     """Raise SelectionError for a base whose weights are quantised."""
     if getattr(base, "config", None) is not None and is_quantised(base, base.config):
         raise SelectionError(
-            f"{type(base).__name__}: its weights are quantised, and merging would quantise them once more; merge into "
-            "the model that was quantised: save with adapter_only=True, then ft_ckpt.merge(adapter, out, base=...)"
+            f"{type(base).__name__}: its weights are quantised, and merging would quantise them once more; save the "
+            "adapter with adapter_only=True, then merge it into the model that was quantised: "
+            "ft_ckpt.merge(adapter, out, base=...)"
         )
 
 

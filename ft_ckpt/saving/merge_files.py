@@ -3,24 +3,20 @@
 The base is a model on its mapped files. PEFT attaches the adapters to it, and it is saved like any merged model.
 """
 
-import copy
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from ft_ckpt.checkpoint.contents import describe_contents
 from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, hold_open, open_checkpoint
 from ft_ckpt.config import make_config
-from ft_ckpt.distributed.ranks import Ranks, try_action
-from ft_ckpt.distributed.wrappers import unwrap
+from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, listing
 from ft_ckpt.formats.detect import open_tensor_file
 from ft_ckpt.formats.layout import TensorFile, TensorRecord
@@ -31,24 +27,14 @@ from ft_ckpt.model.base_class import find_base_class
 from ft_ckpt.model.base_files import base_folder
 from ft_ckpt.model.convert import ConvertOptions, ConvertReport, check_apart, convert_options, named_base, open_source
 from ft_ckpt.model.diffusers import model_on_file
-from ft_ckpt.model.entries import MergeChoice, Merged, finite_numbers, merge_choice
+from ft_ckpt.model.entries import MergeChoice, finite_numbers, merge_choice
 from ft_ckpt.model.folder import JoinedFile, WeightsFolder, join_weight_files, weight_files
 from ft_ckpt.model.libraries import is_config_of_diffusers
-from ft_ckpt.model.parts import check_model
-from ft_ckpt.model.quantised import (
-    FileModel,
-    QuantisedBase,
-    dequantised_model,
-    has_quantised_base,
-    is_quantised_folder,
-    model_on_files,
-)
+from ft_ckpt.model.mapped_model import FileModel, is_quantised_folder, model_on_files
 from ft_ckpt.saving.execute import run_save
 from ft_ckpt.saving.plan import SaveRequest, live_logits, request_of
 from ft_ckpt.saving.write import SharedFolders
-from ft_ckpt.storage.local_store import temporary_store
 from ft_ckpt.storage.place import Place, open_place, source_mode
-from ft_ckpt.storage.proofs import prove_sources
 from ft_ckpt.storage.scratch import local_folder
 from ft_ckpt.storage.store import Store, read_range, read_text
 
@@ -206,7 +192,6 @@ def merge(
     max_shard_size: int | str | None = None,
     check: str | Mapping[str, Any] | None = None,
     check_base: bool = True,
-    dequantize: bool = False,
     overwrite: bool = False,
     progress: bool = True,
 ) -> ConvertReport:
@@ -216,9 +201,9 @@ def merge(
     those named in `adapters`, each multiplied by its number in `weights`, if given. `base`: the folder of the base
     model; by default the one in the same checkpoint, or the one that the adapter names, if that is a folder on this
     machine or in the Hub's cache. It is compared with the samples in the adapter's manifest unless `check_base` is
-    False. `dequantize`: merge into the dequantised weights of a quantised base, in memory; it is refused otherwise.
-    `check`="logits", or a batch, runs both models before the folder is committed; fused experts are then in memory.
-    `overwrite` as in `convert`.
+    False. The adapter of a quantised base (QLoRA) is merged into the model that was quantised. `check`="logits", or a
+    batch, runs both models before the folder is committed; fused experts are then in memory. `overwrite` as in
+    `convert`.
 
     Layers are merged in float32 and rounded once to the base's type, or to `dtype`. The base is mapped, and one layer
     at a time is in memory. Sidecar files are the base's; the tokenizer is the adapter's if it has one. The manifest
@@ -241,7 +226,7 @@ def merge(
         check_apart([source, found], options)
         place = stack.enter_context(hold_open(found))
         opened = stack.enter_context(closing(open_source(place, found)))
-        based = base_on_files(place, found, stored, dequantize=dequantize, in_memory=check is not None)
+        based = base_on_files(place, found, stored, in_memory=check is not None)
         beside = stored.has_base and base is None
         sampled = check_base and not beside
         model, added = attach_adapters(based.model, stored.held, stored.records, check_base=sampled, beside=beside)
@@ -267,12 +252,10 @@ def _save_merged(model: Any, options: ConvertOptions, given: Mapping[str, Any], 
     return run_save(request, None, ranks, config, begun, None, SharedFolders())
 
 
-def base_on_files(
-    place: Place, found: Place, stored: StoredAdapters, *, dequantize: bool, in_memory: bool
-) -> FileModel:
+def base_on_files(place: Place, found: Place, stored: StoredAdapters, *, in_memory: bool) -> FileModel:
     """The base of `stored` on its mapped files, able to run if `in_memory`; `found` is the name of `place` in messages.
 
-    Raises LoadError if there is no model, and for a quantised one without `dequantize`.
+    Raises LoadError if there is no model, and for a quantised one.
     """
     names, _ = weight_files(place.folder, "model")
     if not names or place.folder.stat("config.json") is None:
@@ -281,21 +264,19 @@ def base_on_files(
     if is_config_of_diffusers(config):
         file = JoinedFile([("", _open_mapped(place.folder, name)) for name in names], str(found))
         return FileModel(model_on_file(config, file, str(found)), ())
-    with local_folder(place, lambda name: "/" not in name and (dequantize or name not in names)) as folder:
+    with local_folder(place, lambda name: "/" not in name and name not in names) as folder:
         record = stored.records[0]
         settings = _adapter_settings(Place(stored.held.store, record.path).folder)
         base = find_base_class(str(folder), record, settings, trust_remote_code=False)
-        if not is_quantised_folder(folder):
-            file = JoinedFile([("", _open_mapped(place.folder, name)) for name in names], str(found))
-            made = model_on_files(folder, base, file, stored.base_names, in_memory=in_memory)
-            base.complete(made.model)
-            return made
-        if not dequantize:
+        if is_quantised_folder(folder):
             raise LoadError(
-                f"{found}: its weights are quantised; name the original model with base=, or merge into the "
-                "dequantised weights, with their quantisation error, by dequantize=True"
+                f"{found}: its weights are quantised, expected those of the model that was quantised; name that model "
+                "with base="
             )
-        return dequantised_model(folder, base)
+        file = JoinedFile([("", _open_mapped(place.folder, name)) for name in names], str(found))
+        model = model_on_files(folder, base, file, stored.base_names, in_memory=in_memory)
+        base.complete(model.model)
+        return model
 
 
 def _open_mapped(store: Store, name: str) -> TensorFile:
@@ -323,91 +304,3 @@ def _companion_files(opened: TensorFile, stored: StoredAdapters) -> dict[str, by
         with closing(there.open(name)) as file:
             contents[name] = read_range(file, 0, file.size_bytes)
     return contents
-
-
-def onto_plain_base(
-    model: nn.Module, base: str | Path | None, *, dequantize: bool, in_memory: bool, stack: ExitStack
-) -> nn.Module:
-    """The adapters of `model` on the model in the folder `base`, or on the dequantised weights.
-
-    `base` is by default the one that the adapters name. The model is valid until the stack ends, and can run if
-    `in_memory`. Each rank makes its own; the live model is not changed. Raises LoadError without a base,
-    BaseMismatchError for a base that this was not quantised from, CorruptError for a damaged one, SelectionError for a
-    model that is sharded over ranks.
-    """
-    live = QuantisedBase(model)
-    stored = _store_adapters(unwrap(model), stack)
-    if dequantize:
-        plain = live.dequantised(in_memory=in_memory)
-    else:
-        found = find_base(stored, base)
-        place = stack.enter_context(hold_open(found))
-        plain = base_on_files(place, found, stored, dequantize=False, in_memory=in_memory).model
-        live.refuse_other(plain, str(found))
-        prove_sources()  # now, because another thread or rank may commit
-    made: Any = attach_adapters(plain, stored.held, stored.records, check_base=not dequantize)[0]
-    inside = made.get_base_model()
-    inside.config, inside.name_or_path = live.plain_config(), live.module.name_or_path
-    inside.generation_config = copy.deepcopy(getattr(live.module, "generation_config", None))
-    return made  # type: ignore[no-any-return]  # PEFT is not typed
-
-
-def _store_adapters(model: Any, stack: ExitStack) -> StoredAdapters:
-    """All adapters of the model, saved to a scratch folder by this process alone."""
-    target, config = Place(stack.enter_context(temporary_store()), "adapters"), make_config(None, {})
-    own: dict[str, Any] = {"adapter_only": True, "step": None, "metrics": {}, "tokenizer": None}
-    request: SaveRequest = request_of(config, model, target, **own)
-    run_save(request, None, Ranks(0, 1, channel="quiet"), config, time.monotonic(), None, SharedFolders())
-    return find_adapters(target, list(model.peft_config), stack)
-
-
-@dataclass(frozen=True)
-class MergeRequest:
-    """The arguments `merged`, `base`, `dequantize` and `check` of a save."""
-
-    merged: Merged = False
-    base: str | Path | None = None
-    dequantize: bool = False
-    check: str | Mapping[str, Any] | None = None
-
-
-def ask_merged(
-    model: nn.Module, asked: MergeRequest, others: Mapping[str, Any], stack: ExitStack
-) -> Callable[[], dict[str, Any]]:
-    """Compute the fields `model`, `merged` and `check` of a save's request. Returns a function that returns them.
-
-    They are valid until the stack ends. Call on every rank; errors are raised by that function. `others`: the
-    arguments of the save that exclude a merge, by name.
-    """
-
-    def made() -> dict[str, Any]:
-        check_model(model)
-        choice, merges = merge_choice(asked.merged), model
-        given = [name for name, value in others.items() if value is not None and value is not False]
-        if choice is not None and given:
-            raise ConfigError(
-                f"merged={asked.merged!r} and {', '.join(given)}: a merged model is the whole model without adapters; "
-                "leave one of them out"
-            )
-        if is_plain_merge(model, asked):
-            runs = asked.check is not None
-            merges = onto_plain_base(model, asked.base, dequantize=asked.dequantize, in_memory=runs, stack=stack)
-        elif asked.base is not None or asked.dequantize:
-            raise ConfigError("base= and dequantize= are for merging adapters on a quantised base; leave them out")
-        check = None if asked.check is None else live_logits(merges, asked.check)
-        return {"model": merges, "merged": choice, "check": check}
-
-    fields, error = try_action(made)
-
-    def give() -> dict[str, Any]:
-        if error is not None:
-            raise error
-        found: dict[str, Any] = fields
-        return found
-
-    return give
-
-
-def is_plain_merge(model: nn.Module, asked: MergeRequest) -> bool:
-    """Whether adapters on a quantised base are to be merged into other, unquantised weights."""
-    return asked.merged is not False and isinstance(model, nn.Module) and has_quantised_base(model)
