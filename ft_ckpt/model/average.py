@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from datetime import datetime, timezone
 from functools import reduce
@@ -25,7 +25,7 @@ from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import hold_open
 from ft_ckpt.errors import ConfigError, LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_of, is_within
-from ft_ckpt.formats.layout import Spec, TensorFile
+from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.model.convert import (
     FLOAT_DTYPES,
     ConvertOptions,
@@ -41,8 +41,9 @@ from ft_ckpt.model.folder import WeightsFolder, differing_class
 from ft_ckpt.model.settings import adapter_settings, differing_settings, is_irreproducible, quantisation_of
 from ft_ckpt.storage.place import Place, open_place, source_mode
 
-_WIDE = {torch.float64: torch.float64, torch.complex128: torch.complex128}  # summed in their own dtype
-_NO_MEAN = ("float8_e8m0fnu", "float4_e2m1fn_x2")  # powers of two, used as scales; two numbers per byte
+_NO_MEAN = (  # powers of two, used as scales; two numbers per byte; complex numbers
+    "float8_e8m0fnu", "float4_e2m1fn_x2", "complex32", "complex64", "complex128",
+)  # fmt: skip
 
 
 def average(
@@ -66,12 +67,12 @@ def average(
 
     Floating-point tensors are averaged in float32 (float64 ones in float64) and rounded once to their dtype, or to
     `dtype`. Other tensors should be equal in all sources; otherwise the last source's is taken and the report names it.
-    Differing indices of an adapter are refused. A tied name stands for the tensor that it is tied to; if files have
-    different ties, tensors that are not tied in all of them are stored separately. Sidecar files (config, tokenizer)
-    are the last source's. Folders are refused if settings that change the output differ, if their tokenizers map one id
-    to different tokens, if their ties differ, or if they are quantised. Training state is not averaged. Adapters are
-    averaged factor by factor and must have the same base. The manifest names the sources; `latest` and `best` skip an
-    average, and a run's retention rules never delete it. Sources are compared with their digests while they are read.
+    Differing indices of an adapter and complex numbers are refused. Sources store the same names, shapes and types, and
+    agree on ties. Sidecar files (config, tokenizer) are the last source's. Folders are refused if settings that change
+    the output differ, if their tokenizers map one id to different tokens, or if they are quantised. Training state is
+    not averaged. Adapters are averaged factor by factor and must have the same base. The manifest names the sources;
+    `latest` and `best` skip an average, and a run's retention rules never delete it. Sources are compared with their
+    digests while they are read.
 
     Raises ConfigError for invalid counts and weights, SelectionError naming tensors that differ in name, shape, type or
     ties, or have no mean, LoadError naming settings and bases that differ; for files as `convert` does.
@@ -119,10 +120,10 @@ def parse_weights(text: str | None) -> list[float] | None:
 class AveragedFile:
     """The averages of several files with the same tensors, as one file.
 
-    In each file, a name stands for the tensor that it is tied to; names that are tied in all files are tied here.
-    Averages have the dtype of the sources, or `dtype`; `casts` counts the changes of dtype. `untied` describes names
-    that are tied in some files only. After reading, `unequal` names the non-floating tensors that differ (an error for
-    adapters, where they are indices), `beyond` the tensors whose averages exceed the range of their dtype.
+    All files store the same names, shapes and dtypes, and agree on ties. Averages have the dtype of the sources, or
+    `dtype`; `casts` counts the changes of dtype. After reading, `unequal` names the non-floating tensors that differ
+    (an error for adapters, where they are indices), `beyond` the tensors whose averages exceed the range of their
+    dtype.
     """
 
     def __init__(
@@ -134,32 +135,15 @@ class AveragedFile:
         *,
         is_adapter: bool = False,
     ) -> None:
-        stored, self.notes = _stored_names(files, names)
-        tables = [
-            {name: (file.specs[kept].shape, file.specs[kept].dtype) for name, kept in table.items()}
-            for file, table in zip(files, stored, strict=True)
-        ]
-        pairs = zip(names, tables, strict=True)
-        wrong = [f"{source}: {what}" for source, table in pairs for what in spec_differences(tables[0], table)]
-        if wrong:
-            raise SelectionError(f"{listing(wrong)}: not as in {names[0]}; average checkpoints of one model")
-        if packed := [f"{name}: {kind}" for name, (_, kind) in tables[-1].items() if kind in _NO_MEAN]:
-            raise SelectionError(f"{listing(packed)}: no mean of this dtype; dequantise the models first")
+        _refuse_other_tensors(files, names)
+        self.ties, self.notes = _common_ties(files, names)
         self.files, self.shares, self.is_adapter = list(files), list(shares), is_adapter
-        groups: dict[tuple[str, ...], list[str]] = {}  # names by their stored tensor in each file
-        for name in stored[-1]:  # the stored names come first
-            groups.setdefault(tuple(table[name] for table in stored), []).append(name)
-        self.sources = {known[0]: tensors for tensors, known in groups.items()}
-        self.ties = {name: known[0] for known in groups.values() for name in known[1:]}
-        self.untied = [
-            f"{' and '.join(tied)}: one tensor in {source}, not in all sources"
-            for at, source in enumerate(names)
-            for tied in _names_by_tensor({known: tensors[at] for known, tensors in self.sources.items()}).values()
-            if len(tied) > 1
-        ]
-        found = {name: Spec(name, *tables[-1][name]) for name in self.sources}
-        self.specs = {n: s._replace(dtype=dtype) if dtype and s.dtype in FLOAT_DTYPES else s for n, s in found.items()}
-        changed = [(found[name].dtype, spec.dtype) for name, spec in self.specs.items()]
+        last = files[-1].specs
+        self.specs = dict(last)
+        for name, spec in last.items():
+            if dtype is not None and spec.dtype in FLOAT_DTYPES:
+                self.specs[name] = spec._replace(dtype=dtype)
+        changed = [(spec.dtype, self.specs[name].dtype) for name, spec in last.items()]
         self.casts = dict(Counter(f"{before}->{after}" for before, after in changed if before != after))
         self.metadata: dict[str, str] = dict(getattr(files[-1], "metadata", {}))
         self.skipped = tuple(dict.fromkeys(what for file in files for what in getattr(file, "skipped", ())))
@@ -168,12 +152,11 @@ class AveragedFile:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Flat elements [start, stop) of the average of tensor `name`: 1-D, on the CPU, in the dtype of its spec."""
-        stored = zip(self.files, self.sources[name], strict=True)
-        parts = (file.read(kept, start, stop) for file, kept in stored)
+        parts = (file.read(name, start, stop) for file in self.files)
         first = next(parts)
-        if not (first.is_floating_point() or first.is_complex()):
+        if not first.is_floating_point():
             return self._last_of(name, first, parts)
-        wide = _WIDE.get(first.dtype, torch.complex64 if first.is_complex() else torch.float32)
+        wide = torch.float64 if first.dtype == torch.float64 else torch.float32
         total = torch.zeros_like(first, dtype=wide)
         for share, part in zip(self.shares, chain([first], parts), strict=True):
             if share:  # NaN times 0 is NaN
@@ -197,29 +180,40 @@ class AveragedFile:
         """Leave the files open: the caller closes them."""
 
 
-def _names_by_tensor(stored: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, kept in stored.items():
-        found.setdefault(kept, []).append(name)
-    return found
+def _refuse_other_tensors(files: Sequence[TensorFile], names: Sequence[str]) -> None:
+    """Raise SelectionError naming stored tensors that are not as in the first file, or whose dtype has no mean."""
+    specs = [{name: (spec.shape, spec.dtype) for name, spec in file.specs.items()} for file in files]
+    problems: list[str] = []
+    for source, stored in zip(names, specs, strict=True):
+        problems += [f"{source}: {difference}" for difference in spec_differences(specs[0], stored)]
+    if problems:
+        raise SelectionError(f"{listing(problems)}: not as in {names[0]}; average checkpoints of one model")
+    without_mean = [f"{name}: {dtype}" for name, (_, dtype) in specs[0].items() if dtype in _NO_MEAN]
+    if without_mean:
+        raise SelectionError(f"{listing(without_mean)}: no mean of this dtype; convert the models first")
 
 
-def _stored_names(files: Sequence[TensorFile], names: Sequence[str]) -> tuple[list[dict[str, str]], list[str]]:
-    """For each file the stored tensor of each name, stored names first; and notes.
+def _common_ties(files: Sequence[TensorFile], names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The stored tensor of each tied name, and notes on files that do not record one, as those of transformers.
 
-    transformers stores a tied tensor under one name and does not record the others. So a name that a file lacks is
-    assumed to be tied there as it is in all files that have it.
+    Raises SelectionError for names that are tied to other tensors in other files.
     """
-    stored = [{**{name: name for name in file.specs}, **getattr(file, "ties", {})} for file in files]
-    groups, notes = [_names_by_tensor(table) for table in stored], []
-    for name in dict.fromkeys(name for table in stored for name in table):
-        having = [group[table[name]] for group, table in zip(groups, stored, strict=True) if name in table]
-        tied = set.intersection(*map(set, having)) - {name} if len(having) < len(files) else set()
-        for source, table in zip(names, stored, strict=True):
-            if tied and name not in table and (kept := min(tied & table.keys(), default=None)):
-                table[name] = table[kept]
-                notes.append(f"{name}: not stored in {source}; taken to be tied to {kept}, as in the other sources")
-    return stored, notes
+    recorded = [getattr(file, "ties", {}) for file in files]
+    ties: dict[str, str] = {}
+    problems: list[str] = []
+    for source, ties_of_file in zip(names, recorded, strict=True):
+        for name, stored in ties_of_file.items():
+            first = ties.setdefault(name, stored)
+            if first != stored:
+                problems.append(f"{source}: {name}: tied to {stored}, expected {first}")
+    if problems:
+        raise SelectionError(f"{listing(problems)}: not as in other sources; average checkpoints of one model")
+    notes = []
+    for name, stored in ties.items():
+        for source, ties_of_file in zip(names, recorded, strict=True):
+            if name not in ties_of_file:
+                notes.append(f"{name}: not in {source}; taken to be tied to {stored}, as in the other sources")
+    return ties, notes
 
 
 def _chosen_places(sources: list[Place], last: int | None) -> list[Place]:
@@ -266,23 +260,18 @@ def _averaged_source(opened: Sequence[TensorFile], shares: Sequence[float], opti
     kinds = [[(part.path, part.kind) for part in folder.parts] for folder in folders]
     if differing := [name for name, found in zip(names, kinds, strict=True) if found != kinds[0]]:
         raise SelectionError(f"{listing(differing)}: other parts than {names[0]}; average checkpoints of one model")
-    last, parts, wrong, untied = folders[-1], [], list[str](), _differing_shares(folders, names)
+    last, parts, wrong = folders[-1], [], _differing_shares(folders, names)
     for at, part in enumerate(last.parts):
         is_adapter = part.kind == "adapter"
         same = [folder.parts[at].file for folder in folders]
         file = AveragedFile(same, shares, names, options.dtype, is_adapter=is_adapter)
-        untied += file.untied
         wrong += _differing_settings(folders, at, names)
         if is_adapter:
             unfit, notes = _differing_bases(folders, at, names)
             wrong, file.notes = wrong + unfit, file.notes + notes
         parts.append(dataclasses.replace(part, file=file))
-    problem = f"{listing(untied + wrong)}; only models of one config, or adapters of one base, have an average"
-    if untied:
-        # Folders are not untied, because `tie_word_embeddings` changes more than names: T5 scales its outputs by it.
-        raise SelectionError(problem)
     if wrong:
-        raise LoadError(problem)
+        raise LoadError(f"{listing(wrong)}; only models of one config, or adapters of one base, have an average")
     return WeightsFolder(last.place, last.origin, parts, _averaged_manifest(last.manifest, names))
 
 
@@ -290,7 +279,7 @@ def _notes_of(source: TensorFile) -> Iterator[str]:
     """Notes for the report; complete only after the tensors were read."""
     parts = [part.file for part in source.parts] if isinstance(source, WeightsFolder) else [source]
     files = [file for file in parts if isinstance(file, AveragedFile)]
-    yield from dict.fromkeys(note for file in files for note in (*file.notes, *file.untied))
+    yield from dict.fromkeys(note for file in files for note in file.notes)
     if unequal := sorted(name for file in files for name in file.unequal):
         yield f"{listing(unequal, ', ')}: no floating-point numbers, and not equal; the last source's were taken"
     if beyond := sorted(name for file in files for name in file.beyond):

@@ -77,7 +77,8 @@ class Made:
 
     path: Path
     state: dict[str, torch.Tensor]
-    stored: frozenset[str]  # names that its files tell
+    told: frozenset[str]  # names that its files tell
+    stored: frozenset[str]  # names of which they have values
     of: str  # folders of one class have an average
     is_folder: bool
 
@@ -111,14 +112,16 @@ def write(path: Path, name: str, seed: int) -> Made:
     state = {key: value.to(getattr(torch, dtype)) for key, value in model.state_dict().items()}
     if model.config.tie_word_embeddings and how not in ("copies", "safetensors"):
         state[HEAD] = state[EMBEDDING]
-    stored = frozenset(state)
+    told = stored = frozenset(state)
     if name in FILES:
         write_file(path, state, how)
-        stored -= {HEAD} if how == "no head" else set()
+        told -= {HEAD} if how == "no head" else set()
     else:
         write_folder(path, model, how)
-        stored -= {HEAD} if how in ("hf", "hf4") and model.config.tie_word_embeddings else set()
-    return Made(path, state, stored, *(of or [""]), is_folder=name in FOLDERS)
+        told -= {HEAD} if how in ("hf", "hf4") and model.config.tie_word_embeddings else set()
+    if state[HEAD] is state[EMBEDDING]:
+        stored -= {EMBEDDING if how == "aliases2" else HEAD}
+    return Made(path, state, told, stored, *(of or [""]), is_folder=name in FOLDERS)
 
 
 def write_folder(path: Path, model: Any, how: str) -> None:
@@ -162,10 +165,7 @@ def have_average(one: Made, other: Made, names: tuple[str, str]) -> bool:
     if one.is_folder and other.is_folder:
         alike = {one.of, other.of} in ({one.of}, {"plain", "tokens"})
         return alike and set(names) != {"tied tokens", "tied other tokens"}
-    for each, rest in ((one, other), (other, one)):
-        if HEAD in rest.stored - each.stored and rest.state[HEAD] is not rest.state[EMBEDDING]:
-            return False  # nothing says what it is in the one that lacks it
-    return all(
+    return one.stored == other.stored and all(
         (one.state[n].shape, one.state[n].dtype) == (other.state[n].shape, other.state[n].dtype) for n in one.state
     )
 
@@ -196,7 +196,7 @@ def judge_average(one: Made, other: Made, names: tuple[str, str], target: Path) 
     average([one.path, other.path], target, progress=False)
     expected = mean(one, other)
     if not in_folder:
-        told = one.stored | other.stored
+        told = one.told | other.told
         assert_equal(torch.load(target), {name: expected[name] for name in told})
         return
     found = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
@@ -215,10 +215,8 @@ def judge_diff(one: Made, other: Made) -> None:
     for name in one.state:
         a, b = one.state[name], other.state[name]
         pair = (id(a), id(b))
-        if name not in one.stored or name not in other.stored:
-            told = (
-                "equal" if pair in seen and name not in found else "only in B" if name in other.stored else "only in A"
-            )
+        if name not in one.told or name not in other.told:
+            told = "equal" if pair in seen and name not in found else "only in B" if name in other.told else "only in A"
             assert name not in found or found[name].status == told
             continue
         assert pair in seen, name
