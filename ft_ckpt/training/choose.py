@@ -57,7 +57,7 @@ from ft_ckpt.storage.digests import PassingProblem
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.proofs import share_proofs
-from ft_ckpt.training.accelerate_folder import find_accelerate_folder, is_foreign, open_accelerate_folder
+from ft_ckpt.training.accelerate_folder import find_accelerate_folder
 from ft_ckpt.training.arguments import in_words
 from ft_ckpt.training.state import Document, ResumePoint, StoredTensors, open_resume_point
 from ft_ckpt.transfer.copies import content_identity
@@ -138,9 +138,6 @@ def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], stack: ExitStac
     mode, wanted = wanted.mode, replace(wanted, late=wanted.late and same_tensors)
     if mode == "never":
         return None
-    foreign = accelerate_folder_at(wanted.place) if wanted.is_named else None
-    if foreign is not None:
-        return open_accelerate_folder(foreign, stack)
     candidates = _grouped_copies(resumable(reversed(infos)))
     if wanted.is_named:
         named = _named_checkpoint(wanted, infos)
@@ -271,8 +268,6 @@ def branch_run_id(wanted: Wanted, chosen: OpenCheckpoint, infos: Sequence[Checkp
     if not wanted.is_named:
         return None
     beside, manifest = Place(chosen.origin).beside, chosen.manifest
-    if is_foreign(manifest):
-        return uuid.uuid4().hex
     is_own = any(beside.url == each.absolute.folder.url for each in wanted.places.folders)
     all_beside = infos if is_own else list_readable(Place(beside)).found
     steps = [info.manifest.step or 0 for info in resumable(all_beside) if info.manifest.run_id == manifest.run_id]
@@ -334,8 +329,7 @@ def checkpoint_facts(held: OpenCheckpoint) -> Document:
 
     The place (inode, size, mtime) is the same on all machines that share a disk, and differs for a copy.
     """
-    place = [] if is_foreign(held.manifest) else _manifest_place(held)
-    return {"path": str(held.location), "identity": held.identity, "place": place}
+    return {"path": str(held.location), "identity": held.identity, "place": _manifest_place(held)}
 
 
 def open_to_all(
@@ -435,9 +429,6 @@ class RemoteFile:
 
 def _open_copy(facts: Document, place: Place, stack: ExitStack, deep: bool, late: bool) -> ResumePoint | None:
     """The checkpoint as this rank sees it; None if it is another one or a damaged copy."""
-    if accelerate_folder_at(place) is not None:
-        foreign = open_accelerate_folder(Path(facts["path"]), stack)
-        return foreign if checkpoint_facts(foreign.checkpoint) == facts else None
     with ExitStack() as trial:
         local = trial.enter_context(open_checkpoint(place, compares=False))
         is_rank_0s = _manifest_place(local) == facts["place"]
@@ -450,8 +441,6 @@ def _open_copy(facts: Document, place: Place, stack: ExitStack, deep: bool, late
 
 def _open_again(point: ResumePoint, stack: ExitStack) -> StoredTensors:
     """The tensors of `point` in newly opened files."""
-    if is_foreign(point.checkpoint.manifest):
-        return open_accelerate_folder(point.checkpoint.path, stack).tensors
     again = StoredTensors(point.checkpoint)
     stack.callback(again.close)
     return again
@@ -506,24 +495,39 @@ def _store_key(serving_id: str, name: str) -> str:
     return f"ft_ckpt/{_LANE}/{serving_id}/{name}"
 
 
-def choose_checkpoint(wanted: Wanted, ranks: Ranks, stack: ExitStack) -> tuple[ResumePoint | None, str | None]:
-    """Choose a checkpoint on rank 0 and open it on every rank until `stack` closes; None to start afresh. Collective.
+@dataclass(frozen=True)
+class Choice:
+    """What to resume from: a checkpoint, which is open, or a folder of Accelerate; neither to start afresh."""
 
-    Also returns the id of the new run if the resume branches off, see `branch_run_id`. Raises what `open_chosen`
-    raises, RankError if another rank failed.
+    point: ResumePoint | None = None
+    branch: str | None = None  # id of the new run if the resume branches off, see `branch_run_id`
+    accelerate_folder: Path | None = None
+
+
+def choose_checkpoint(wanted: Wanted, ranks: Ranks, stack: ExitStack) -> Choice:
+    """Choose a checkpoint on rank 0 and open it on every rank until `stack` closes. Collective.
+
+    Raises what `open_chosen` raises, RankError if another rank failed.
     """
     chosen, error = ranks.attempt(lambda: _choose_and_open(wanted, stack) if ranks.is_main else None)
-    point, choice = chosen or (None, {"facts": None, "branch": None, "late": False})
+    no_choice: tuple[ResumePoint | None, Document] = (None, {})
+    point, choice = chosen or no_choice
     choice = ranks.agree("resume()", {"mode": str(wanted.mode), **choice}, error, same=("mode",)).result
-    if choice["facts"] is None:
-        return None, None
+    if "accelerate_folder" in choice:
+        return Choice(None, choice["branch"], Path(choice["accelerate_folder"]))
+    if "facts" not in choice:
+        return Choice()
     if ranks.size > 1:
         point = open_to_all(point, choice["facts"], wanted.open_path, ranks, stack, wanted.deep, choice["late"])
     assert point is not None, "rank 0 has it open"
-    return replace(point, is_proved_late=choice["late"]), choice["branch"]
+    return Choice(replace(point, is_proved_late=choice["late"]), choice["branch"])
 
 
-def _choose_and_open(wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint, Document] | None:
+def _choose_and_open(wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint | None, Document] | None:
+    """The open checkpoint, if one is chosen, and what the other ranks need to know; None to start afresh."""
+    accelerate_folder = accelerate_folder_at(wanted.place) if wanted.is_named else None
+    if accelerate_folder is not None:
+        return None, {"accelerate_folder": str(accelerate_folder), "branch": uuid.uuid4().hex}
     listings: list[Listing] = []
     for folder in wanted.places.folders:
         recover_all(folder)  # leftovers of killed saves

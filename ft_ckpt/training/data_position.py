@@ -427,12 +427,21 @@ def check_position(state: Any) -> None:
         raise CorruptError(f"position in the data: {listing(problems)}; it is not what state_dict returns")
 
 
-def place_beginning_in(origin: Any, size: int) -> dict[str, Any]:
-    """The state for `DataPosition.load_state_dict` to continue from a loader's own state `origin`."""
+def position_in_state(loader: Any, origin: Any, size: int) -> dict[str, Any]:
+    """The state for `DataPositions` to continue `loader` from `origin`, its own state on each of `size` ranks."""
     counts = dict.fromkeys(("epoch", "batch", "samples", "given", "offset"), 0)
     absent = dict.fromkeys(("start", "last", "loader"))
     flags = {"warm": False, "at_end": False}
-    return {**counts, **absent, **flags, "size": size, "numbers": {}, "own": {}, "origin": origin}
+    return {
+        **counts,
+        **absent,
+        **flags,
+        "size": size,
+        "numbers": {},
+        "own": {},
+        "origin": origin,
+        _ABOUT: describe_data(loader),
+    }
 
 
 def _deep_copy(value: Any) -> Any:

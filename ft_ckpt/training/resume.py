@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 from ft_ckpt.config import names_of
 from ft_ckpt.distributed.fill import Filler, choose_filler
@@ -12,10 +13,9 @@ from ft_ckpt.messages import did_you_mean, warn
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.progress import track_reads
 from ft_ckpt.training import zero_optimizer
-from ft_ckpt.training.accelerate_folder import fit_point
+from ft_ckpt.training.accelerate_folder import read_accelerate_folder
 from ft_ckpt.training.choose import Wanted, choose_checkpoint
 from ft_ckpt.training.items import (
-    Item,
     items_in_saved_order,
     run_items,
     walk_run,
@@ -54,13 +54,17 @@ def resume_run(
     while True:
         with ExitStack() as stack:
             with track_reads(None if ranks.shows else 0, "comparing checkpoints"):
-                point, branch = choose_checkpoint(wanted, ranks, stack)
+                choice = choose_checkpoint(wanted, ranks, stack)
+            if choice.accelerate_folder is not None:
+                load_accelerate_folder(run, choice.accelerate_folder, str(choice.branch), ranks, allowed)
+                return
+            point = choice.point
             if point is None:
                 return
             with track_reads(_bytes_to_show(point, ranks), f"resuming {Place(point.checkpoint.origin).basename}"):
                 damage = restore_run(run, point, ranks, allowed, versions)
             if not damage:
-                run.branch_off(branch)
+                run.branch_off(choice.branch)
                 return
         wanted = wanted.without(point, damage)
 
@@ -83,6 +87,29 @@ def _allowed_names(allow: Iterable[str] | bool) -> frozenset[str]:
         raise ConfigError(f"{error}, or True for any") from None
 
 
+def load_accelerate_folder(
+    run: TrainingRun, path: Path, run_id: str, ranks: Ranks, allowed: frozenset[str] | None
+) -> None:
+    """Restore `run` by Accelerate from its folder at `path`, and continue as the run `run_id`. Collective.
+
+    Every rank must see the folder. `allowed` as for `restore_run`.
+    """
+    folder, error = ranks.attempt(lambda: read_accelerate_folder(path, run, ranks))
+    absent = () if folder is None else folder.outcomes
+    absent, _ = agree_on_outcomes(ranks, "reading the folder of resume()", absent, error=error)
+    if allowed is not None:
+        _refuse_unknown(allowed, {item.name for item in run_items(run.accelerator, run.registered)}, absent)
+    _refuse_unrestored(run, path, absent, allowed)
+    assert folder is not None, "the agreement has raised the error"
+    loaded, error = ranks.attempt(lambda: folder.load(run, run_id))
+    report = RestoreReport() if loaded is None else loaded
+    items, _ = agree_on_outcomes(ranks, "accelerator.load_state in resume()", report.items, error=error)
+    report = replace(report, items=items)
+    _refuse_unrestored(run, path, items, allowed)
+    run.note_resumed(report)
+    _settle_differences(report, run.config.on_difference)
+
+
 def restore_run(
     run: TrainingRun, point: ResumePoint, ranks: Ranks, allowed: frozenset[str] | None, versions: Mapping[str, str]
 ) -> tuple[str, ...]:
@@ -98,12 +125,7 @@ def restore_run(
         return damage
     items, requests = agree_on_outcomes(ranks, "resume()", report.items, report.requests, error)
     report = replace(report, items=items, requests=requests)
-    if refused := _refused(items, allowed):
-        effect = "the model may be partly overwritten" if run.overwritten else "nothing was overwritten"
-        raise LoadError(
-            f"{point.checkpoint.location}: {listing(refused)}. Pass the same objects as the saved run, or "
-            f"resume(allow=[names]) to go on without; {effect}"
-        )
+    _refuse_unrestored(run, point.checkpoint.location, items, allowed)
     for optimizer in zero_optimizers(run_items(run.accelerator, run.registered)):
         zero_optimizer.refresh_weights(optimizer)
     run.note_resumed(report)
@@ -116,13 +138,15 @@ def _restore_on_rank(
 ) -> tuple[RestoreReport, tuple[str, ...]]:
     """Restore this rank's part of the run: its report, and the damage found in files. Collective."""
     held = point.checkpoint
-    live, point, misfits, notes = _match_items(run, point, ranks)
+    live = _live_run(run, point, ranks)
     trees, problems = read_rank_state(point.document, point.tensors, ranks)
     compared = [*problems, *_compare_state(live, run.config.attribute, point)]
-    misfits += [outcome for outcome in compared if outcome.status != "restored"]
+    misfits = [outcome for outcome in compared if outcome.status != "restored"]
     agreed, _ = agree_on_outcomes(ranks, "checking the state of resume()", misfits)
     if allowed is not None:
-        _refuse_unknown(allowed, live.items, point, agreed)
+        document = point.document
+        known = {*document["items"], *document.get("let_go", ()), *(item.name for item in live.items)}
+        _refuse_unknown(allowed, known, agreed)
     if _refused(agreed, allowed):  # nothing is overwritten yet
         return RestoreReport(held.location, tuple(misfits)), find_damage(point, misfits, ranks)
 
@@ -143,26 +167,22 @@ def _restore_on_rank(
 
     outcomes += restore_items([item for item in live.items if item.kind == "object"], live, point, fill_all)
     with damaged_input(f"{held.location}: its training state"):
-        more_notes, of_rank = restore_rank_state(run, point.document, point.tensors, ranks, trees)
+        notes, of_rank = restore_rank_state(run, point.document, point.tensors, ranks, trees)
         run.restore_progress(point.document, held.origin, held.manifest.created)
     return RestoreReport(
         held.location,
         (*misfits, *outcomes, *of_rank),
         (*_differences(run, live, point, versions), *note_on_replicas(point.document)),
-        (*notes, *more_notes, *_note_of_served(point), *_notes_of_unsaved(point)),
+        (*notes, *_note_of_served(point), *_notes_of_unsaved(point)),
         held.requests,
     ), ()
 
 
-def _match_items(
-    run: TrainingRun, point: ResumePoint, ranks: Ranks
-) -> tuple[LiveRun, ResumePoint, list[Restored], tuple[str, ...]]:
-    """The items and tensors of the run; `point` under their names; outcomes known in advance; notes for the report."""
+def _live_run(run: TrainingRun, point: ResumePoint, ranks: Ranks) -> LiveRun:
+    """The items of the run under the names of the checkpoint, and the tensors of its models."""
     items = items_in_saved_order(run.accelerator, run.registered, point.document.get("signatures", {}))
     items, _, found = walk_run(run.model, items)
-    live = LiveRun(run.accelerator, run.model, items, found, ranks)
-    point, items, outcomes, notes = fit_point(point, live)
-    return replace(live, items=items), point, list(outcomes), notes
+    return LiveRun(run.accelerator, run.model, items, found, ranks)
 
 
 def _compare_state(live: LiveRun, attribute: str | None, point: ResumePoint) -> list[Restored]:
@@ -205,13 +225,22 @@ def _refused(outcomes: Sequence[Restored], allowed: Collection[str] | None) -> l
     return list(RestoreReport(items=tuple(failed)).problems)
 
 
-def _refuse_unknown(
-    allowed: frozenset[str], items: Iterable[Item], point: ResumePoint, outcomes: Iterable[Restored]
+def _refuse_unrestored(
+    run: TrainingRun, path: Path | str, outcomes: Sequence[Restored], allowed: Collection[str] | None
 ) -> None:
-    """Raise ConfigError for names of no item of the run, of the checkpoint, or left out by an earlier resume."""
-    document = point.document
-    known = {*_NOT_OBJECTS, *document["items"], *document.get("let_go", ()), *(item.name for item in items)}
-    known |= {outcome.name for outcome in outcomes} - {"weights"}
+    """Raise LoadError naming each item that was not restored and must be."""
+    refused = _refused(outcomes, allowed)
+    if refused:
+        effect = "the model may be partly overwritten" if run.overwritten else "nothing was overwritten"
+        raise LoadError(
+            f"{path}: {listing(refused)}. Pass the same objects as the saved run, or resume(allow=[names]) to go on "
+            f"without; {effect}"
+        )
+
+
+def _refuse_unknown(allowed: frozenset[str], names: Collection[str], outcomes: Iterable[Restored]) -> None:
+    """Raise ConfigError for allowed names of no item: `names`, and those of the `outcomes`."""
+    known = {*_NOT_OBJECTS, *names, *(outcome.name for outcome in outcomes)} - {"weights"}
     if unknown := sorted(allowed - known):
         names = listing([repr(name) for name in unknown], ", ")
         question = did_you_mean(unknown, known)

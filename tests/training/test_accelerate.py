@@ -1,4 +1,4 @@
-"""Folders of `accelerator.save_state` are resumed as they are, to the losses that follow accelerate's own load."""
+"""Folders of `accelerator.save_state` are resumed to the losses that follow accelerate's own load."""
 
 import os
 import pickle
@@ -17,14 +17,14 @@ from training import QUIET, Trained, network, rows
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import LoadError
 
-RESTORED = {"weights", "model_1", "optimizer", "optimizer_1", "scheduler", "scaler", "custom", "rng"}
+RESTORED = {"weights", "model_1", "optimizer", "optimizer_1", "scheduler", "scaler", "rng"}
 
 
 class Counter:
-    """An object whose state is of several kinds."""
+    """An object with a state."""
 
     def __init__(self):
-        self.state = {"seen": 0, "table": np.arange(3.0), "mean": torch.zeros(2)}
+        self.state = {"seen": 0}
 
     def state_dict(self):
         return self.state
@@ -34,7 +34,7 @@ class Counter:
 
 
 def run_of(*, loader=None, accumulate=1, **settings):
-    """A fresh run with two models, two optimizers, a scaler, and an object of its own."""
+    """A fresh run with two models, two optimizers and a scaler."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, **settings)
     accelerator.gradient_state._set_sync_gradients(True)
@@ -48,13 +48,11 @@ def run_of(*, loader=None, accumulate=1, **settings):
         model, critic, optimizer, second, scheduler, loader
     )
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    counter = Counter()
-    accelerator.register_for_checkpointing(counter)
-    made = Trained(accelerator, model, optimizer, scheduler, loader)
-    made.critic, made.second, made.counter = critic, second, counter
+    run = Trained(accelerator, model, optimizer, scheduler, loader)
+    run.critic, run.second = critic, second
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(77)
-    return made
+    return run
 
 
 def train(run, batches, count):
@@ -69,8 +67,6 @@ def train(run, batches, count):
             run.scheduler.step()
             run.optimizer.zero_grad()
             run.second.zero_grad()
-        run.counter.state["seen"] += 1
-        run.counter.state["mean"] += 1
         losses.append([loss.item(), random.random(), np.random.rand(), run.optimizer.param_groups[1]["lr"]])
     return losses
 
@@ -96,8 +92,6 @@ def test_the_next_losses_are_those_after_load_state(saved, tmp_path):
         assert [line.split(":")[:2] for line in progress.report.problems] == [["data", " absent"]]
         assert (progress.step, progress.resumed_from) == (4, saved)
         assert "step 4: as the optimizer counts its own" in progress.report.notes
-        assert run.counter.state["seen"] == 4
-        assert torch.equal(run.counter.state["mean"], torch.full((2,), 4.0))
         assert run.accelerator.step == 4
         assert run.accelerator.scaler.state_dict() == theirs.accelerator.scaler.state_dict()
         assert train(run, run.loader, 6) == expected
@@ -113,7 +107,7 @@ def test_what_is_not_there_is_refused_unless_it_is_allowed(saved):
     run = run_of()
     with CheckpointSaver(run.accelerator, **QUIET) as saver:
         saver.register(average=Counter())
-        with pytest.raises(LoadError, match=r"data: absent.*; average: absent: not in the checkpoint") as caught:
+        with pytest.raises(LoadError, match=r"average: absent: not prepared.*; data: absent") as caught:
             saver.resume(saved)
     assert "weights" not in str(caught.value)
 
@@ -162,12 +156,10 @@ def test_the_newest_of_a_project_is_taken_by_its_number(tmp_path):
             assert (progress.resumed_from.name, progress.step) == ("checkpoint_10", 2)
 
 
-def test_objects_registered_with_the_saver_and_batches_between_steps(saved):
+def test_batches_between_steps(saved):
     run = run_of(accumulate=3)
-    run.accelerator._custom_objects.clear()
     with CheckpointSaver(run.accelerator, **QUIET) as saver:
-        progress = saver.resume(saved, allow=["data", "gradients"], counter=run.counter)
-    assert run.counter.state["seen"] == 4
+        progress = saver.resume(saved, allow=["data", "gradients"])
     assert "gradients: absent: saved 1 batches after a step, whose gradients are not in the folder" in (
         progress.report.problems
     )
@@ -178,28 +170,79 @@ class Evil:
         return os.system, ("touch ran",)
 
 
-def test_what_does_not_fit_is_named_and_nothing_is_run(saved, tmp_path, monkeypatch):
+FILES = ["optimizer.bin", "optimizer_1.bin", "scheduler.bin", "scaler.pt", "random_states_0.pkl", "pytorch_model.bin"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_is_executed_and_nothing_overwritten(saved, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "folder"
+    shutil.copytree(saved, folder)
+    if name == "pytorch_model.bin":
+        (folder / "model.safetensors").unlink(missing_ok=True)
+    torch.save({"step": 1, "state": {}, "evil": Evil()}, folder / name, pickle_module=pickle)
+    refuse_unchanged(folder, name)
+
+
+@pytest.mark.parametrize("name", FILES[:-1])
+def test_files_cut_short_or_missing_are_found_before_anything_is_overwritten(saved, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "folder"
+    shutil.copytree(saved, folder)
+    (folder / name).write_bytes(b"PK\3\4 cut short")
+    refuse_unchanged(folder, name)
+    if name != "random_states_0.pkl":  # by which the folder is recognized
+        (folder / name).unlink()
+        refuse_unchanged(folder, name)
+
+
+def refuse_unchanged(folder, words):
+    """The resume is refused with these words, nothing has run, and the model is as it was."""
+    run = run_of()
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    with CheckpointSaver(run.accelerator, **QUIET) as saver:
+        with pytest.raises(LoadError, match=words):
+            saver.resume(folder, allow=True)
+        saver.step()  # a run that is half restored would refuse it
+    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+    assert not (folder.parent / "ran").exists()
+
+
+def test_objects_that_accelerate_unpickles_are_refused(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "folder"
     shutil.copytree(saved, folder)
     torch.save({"seen": Evil()}, folder / "custom_checkpoint_0.pkl", pickle_module=pickle)
-    torch.save({"state": {}, "param_groups": [{"params": [0], "lr": 1.0}]}, folder / "optimizer.bin")
+    refuse_unchanged(folder, r"custom_checkpoint_0.pkl: Accelerate executes .* accelerator.load_state in a script")
+    run = run_of()
+    run.accelerator.register_for_checkpointing(Counter())
+    with CheckpointSaver(run.accelerator, **QUIET) as saver, pytest.raises(LoadError, match=r"pass them to saver.reg"):
+        saver.resume(saved, allow=True)
+
+
+def test_a_run_without_an_accelerator_is_refused(saved):
+    with CheckpointSaver(**QUIET) as saver, pytest.raises(LoadError, match=r"save_state, which only Accelerate reads"):
+        saver.resume(saved, model=network(), allow=True)
+
+
+def test_another_model_or_optimizer_is_named(saved, tmp_path):
+    folder = tmp_path / "folder"
+    shutil.copytree(saved, folder)
     state = torch.load(folder / "optimizer_1.bin")
     state["state"][0]["momentum_buffer"] = torch.zeros(3, 1)
     torch.save(state, folder / "optimizer_1.bin")
-    (folder / "scheduler.bin").write_bytes(b"PK\3\4 cut short")
-    (folder / "random_states_0.pkl").unlink()
-    torch.save({"step": 1}, folder / "random_states_0.pkl")
-    run = run_of()
-    with CheckpointSaver(run.accelerator, **QUIET) as saver:
-        report = saver.resume(folder, allow=True).report
-    found = {item.name: item.detail for item in report.items if item.status == "failed"}
-    assert found.keys() == {"custom", "optimizer", "optimizer_1", "scheduler", "rng"}
-    assert "refers to posix.system" in found["custom"]
-    assert not (tmp_path / "ran").exists()
-    assert "groups of 1 parameters in the folder, of 4, 2 here" in found["optimizer"]
-    assert "momentum_buffer has shape [3, 1], the parameter [1, 3]" in found["optimizer_1"]
-    assert "random_states_0.pkl" in found["rng"]
+    torch.save({"state": {}, "param_groups": [{"params": [0], "lr": 1.0}]}, folder / "optimizer.bin")
+    (folder / "pytorch_model_1.bin").unlink(missing_ok=True)
+    (folder / "model_1.safetensors").unlink(missing_ok=True)
+    torch.save({"weight": torch.zeros(1, 4), "further": torch.zeros(1)}, folder / "pytorch_model_1.bin")
+    words = [
+        r"weight: \[1, 4\], \[1, 3\] in the model",
+        "further: not in the model",
+        "bias: not in the file, and the model has it",
+        "optimizer.bin: groups of 1 parameters in the folder, of 4, 2 here",
+        r"optimizer_1.bin: weight: momentum_buffer has shape \[3, 1\], the parameter \[1, 3\]",
+    ]
+    refuse_unchanged(folder, ".*".join(words))
 
 
 def test_sharded_and_unfinished_folders_are_refused_with_what_to_do(saved, tmp_path):
@@ -208,11 +251,15 @@ def test_sharded_and_unfinished_folders_are_refused_with_what_to_do(saved, tmp_p
     shutil.copy(saved / "random_states_0.pkl", tmp_path / "sharded")
     shutil.copytree(tmp_path / "sharded", tmp_path / "unfinished")
     (tmp_path / "unfinished" / "pytorch_model_fsdp_0").rmdir()
+    shutil.copytree(saved, tmp_path / "of more")
+    shutil.copy(saved / "random_states_0.pkl", tmp_path / "of more" / "random_states_1.pkl")
     with CheckpointSaver(run.accelerator, **QUIET) as saver:
         with pytest.raises(LoadError, match=r"pytorch_model_fsdp_0: sharded by FSDP.*accelerator.load_state"):
             saver.resume(tmp_path / "sharded")
-        with pytest.raises(LoadError, match=r"no model.safetensors.*incomplete"):
+        with pytest.raises(LoadError, match=r"model.safetensors: not in the folder"):
             saver.resume(tmp_path / "unfinished")
+        with pytest.raises(LoadError, match=r"random_states_1.pkl: more ranks have saved it than the 1 here"):
+            saver.resume(tmp_path / "of more")
 
 
 def layers_of(order, decays=(0.1, 0.1), rates=(0.1, 0.1), *, named=False, momentum=0.9, last=3, schedule=True):
@@ -234,12 +281,11 @@ def layers_of(order, decays=(0.1, 0.1), rates=(0.1, 0.1), *, named=False, moment
     return accelerator, model, optimizer
 
 
-NOT_TOLD = "groups 0 and 1: neither shapes nor settings tell them apart"
 ORDERS = {
-    "decays": ({"decays": (0.0, 0.1)}, NOT_TOLD),
-    "rates": ({"rates": (0.1, 0.2)}, NOT_TOLD),
+    "decays": ({"decays": (0.0, 0.1)}, "group 0 has the settings of group 1 here"),
+    "rates": ({"rates": (0.1, 0.2)}, "group 0 has the settings of group 1 here"),
     "shapes": ({"last": 2}, r"momentum_buffer has shape \[3, 3\], the parameter \[2, 3\]"),
-    "decays, without moments": ({"decays": (0.0, 0.1), "last": 2, "momentum": 0.0}, NOT_TOLD),
+    "decays, without moments": ({"decays": (0.0, 0.1), "last": 2, "momentum": 0.0}, "group 0 has the settings of"),
     "names": ({"named": True}, "group 0: 0.weight in the folder, 1.weight here"),
 }
 ALLOWED = ["data"]
@@ -247,7 +293,6 @@ ALLOWED = ["data"]
 
 @pytest.mark.parametrize("case", ORDERS)
 def test_groups_in_another_order_are_refused(tmp_path, case):
-    """The moments were exchanged without a word."""
     settings, words = ORDERS[case]
     accelerator, _, optimizer = layers_of((0, 1), **settings)
     accelerator.save_state(str(tmp_path))
@@ -261,10 +306,3 @@ def test_groups_in_another_order_are_refused(tmp_path, case):
         for one, two in zip(before["params"], after["params"], strict=True):
             moments = [each.state[p].get("momentum_buffer") for each, p in ((optimizer, one), (resumed, two))]
             assert moments == [None, None] or torch.equal(*moments)
-
-
-def test_groups_that_nothing_tells_apart_are_refused(tmp_path):
-    accelerator, *_ = layers_of((0, 1))
-    accelerator.save_state(str(tmp_path))
-    with CheckpointSaver(layers_of((0, 1))[0], **QUIET) as saver, pytest.raises(LoadError, match=NOT_TOLD):
-        saver.resume(tmp_path, allow=ALLOWED)

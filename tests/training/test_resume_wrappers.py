@@ -28,7 +28,7 @@ MESHES = [
     ("mesh_experts_tensor", 4, "mesh_tensor_fsdp", 4),
     ("none", 1, "mesh_experts_hybrid", 4),
 ]
-MOVED = ["move/ddp/gpt2", "move/fsdp2/llama", "move/fsdp1/llama"]
+MOVED = ["move/ddp/gpt2", "move/fsdp2_accelerate/llama"]
 INTO = [
     "into/ddp/llama",
     "into/fsdp1/llama",
@@ -57,9 +57,9 @@ def test_adapters_frozen_layers_and_converted_names_too(exact, case):
     assert exact[case] == ""
 
 
-@pytest.mark.sample("move/fsdp2/llama")
+@pytest.mark.sample("move/ddp/gpt2")
 @pytest.mark.parametrize("case", MOVED)
-def test_folders_of_save_state_are_resumed_under_any_wrapper(exact, case):
+def test_folders_of_save_state_are_resumed_under_ddp(exact, case):
     assert exact[case] == ""
 
 
