@@ -151,14 +151,14 @@ def has_our_state(path: Path) -> bool:
 
 
 def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) -> None:
-    """Load the weights of rank 0's checkpoint at `path` into `model`; rank 0 reads for ranks that do not see it.
+    """Load the weights of rank 0's checkpoint at `path` into `model`; ranks that do not see it get a copy.
 
     Collective. `deep` compares the digests of all its files. Raises CorruptError naming damaged files, LoadError when
     the weights do not fit.
     """
     with ExitStack() as stack:
         _, error = ranks.attempt(lambda: _load_best(model, path, deep, ranks, stack))
-        ranks.agree("load_best_model_at_end", {}, error)  # before rank 0 stops reading for others
+        ranks.agree("load_best_model_at_end", {}, error)  # before the copies on other nodes are deleted
 
 
 def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: ExitStack) -> None:

@@ -1,25 +1,13 @@
-"""Choose the checkpoint of a resume on rank 0, and open it on every rank.
+"""Choose the checkpoint of a resume on rank 0, and open it on every rank."""
 
-Rank 0 serves tensors over torch's key-value store to ranks that do not see the checkpoint.
-"""
-
-import ctypes
-import json
 import os
-import threading
 import uuid
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from ft_ckpt.checkpoint.catalog import (
     CheckpointInfo,
@@ -31,27 +19,22 @@ from ft_ckpt.checkpoint.catalog import (
     read_manifest,
 )
 from ft_ckpt.checkpoint.checks import look_again, may_pass
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, manifest_from_json, manifest_to_json
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.checkpoint.prune import recover_all
 from ft_ckpt.checkpoint.run_places import RunPlaces
 from ft_ckpt.distributed.agreement import Values, rank_numbers
-from ft_ckpt.distributed.ranks import Ranks, beside_thread, current_ranks, try_action
+from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.errors import (
-    CheckpointError,
     ConfigError,
     CorruptError,
     ManifestError,
     NotACheckpointError,
-    RankError,
     TargetError,
     UnreadableError,
     damaged_input,
     listing,
-    shown,
 )
-from ft_ckpt.formats.dtypes import dtype_of
-from ft_ckpt.formats.layout import ITEM_BYTES, Spec, TensorFile
 from ft_ckpt.messages import LOG, did_you_mean, warn
 from ft_ckpt.storage.digests import PassingProblem
 from ft_ckpt.storage.local_store import LocalStore
@@ -59,7 +42,8 @@ from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.proofs import share_proofs
 from ft_ckpt.training.accelerate_folder import find_accelerate_folder
 from ft_ckpt.training.arguments import in_words
-from ft_ckpt.training.state import Document, ResumePoint, StoredTensors, open_resume_point
+from ft_ckpt.training.node_copies import copy_to_nodes
+from ft_ckpt.training.state import Document, ResumePoint, open_resume_point
 from ft_ckpt.transfer.copies import content_identity
 
 MODES = ("auto", "must", "never")
@@ -315,15 +299,6 @@ def refuse_replacing(target: Place, has_state: bool, own_ids: Collection[str] | 
         )
 
 
-_LANE = "serving"
-_DONE, _FAILED = b"+", b"-"  # last byte of a response
-_PIECE_BYTES = 4 << 20  # per response: torch's store takes at most 8 MiB, and rank 0's host keeps it until it is read
-_AHEAD = 2  # outstanding requests per rank
-_WAIT = timedelta(seconds=0.5)  # between checks that the other side is alive
-
-Read = Callable[[str, str, int, int], Tensor]  # part folder, tensor, flat elements [start, stop) -> host tensor
-
-
 def checkpoint_facts(held: OpenCheckpoint) -> Document:
     """The facts by which other ranks recognize the checkpoint: path, identity, and the manifest's place on its disk.
 
@@ -344,8 +319,9 @@ def open_to_all(
     """Open rank 0's checkpoint, `point` there, on every rank until `stack` closes. Collective.
 
     A rank opens the checkpoint itself if it finds the files of rank 0's `facts` at the same path or URL, or a whole
-    copy (`deep`: by its digests); `open_path` resolves these. Rank 0 reads for the other ranks, in a thread. `late`:
-    digests are compared while reading; ranks that see the same files share the work.
+    copy (`deep`: by its digests); `open_path` resolves these. The nodes of other ranks get a copy. `late`: digests are
+    compared while reading; ranks that see the same files share the work. Raises as `copy_to_nodes`, and CorruptError if
+    a file was damaged on its way.
     """
     place = open_path(facts["path"])
     local: ResumePoint | None
@@ -355,76 +331,21 @@ def open_to_all(
     sharers = [rank for first, last in views["sharers"] for rank in range(first, last + 1)]
     if local is not None and ranks.rank in sharers:
         local.tensors.proofs = share_proofs(local.tensors.proofs, sharers.index(ranks.rank), len(sharers))
-    served: str = views["served"]
-    if not served:
-        assert local is not None, "every rank sees it"
-        return local
-    contents: Document = {}  # everything but the tensors, and the id of the requests for these
-    if point is not None:
-        manifest = manifest_to_json(point.checkpoint.manifest)
-        contents = {"serving_id": uuid.uuid4().hex, "manifest": manifest, "document": point.document}
-    contents = ranks.agree("sending the checkpoint of resume()", contents).result
-    if point is not None:
-        again = _open_again(point, stack)  # open files belong to one thread
-        store = current_ranks(ranks.timeout_seconds, _LANE).store
-        answer = partial(_answer_requests, store, contents["serving_id"], again.read)
-        stack.enter_context(beside_thread("ft_ckpt-serve", answer))
-    if local is None:
-        return _remote_checkpoint(facts, place, contents, ranks, served)
-    return replace(local, served=served)
+    if views["far"]:
+        checkpoint = None if point is None else point.checkpoint
+        folder = copy_to_nodes(checkpoint, local is None, ranks, stack)
+        received, error = ranks.attempt(lambda: local or _open_received(folder, place, stack, deep))
+        ranks.agree("opening the copies of the checkpoint of resume()", error=error)
+        local = received and replace(received, far_ranks=views["far"])
+    assert local is not None, "every rank sees it, or has a copy"
+    return local
 
 
 def _merge_views(answers: Values) -> Document:
     """The ranks that do not see the checkpoint, as text, and those that share its comparison, as [first, last] runs."""
-    served = rank_numbers([rank for rank, answer in enumerate(answers) if not answer["sees"]])
+    far = rank_numbers([rank for rank, answer in enumerate(answers) if not answer["sees"]])
     runs = [(shares, [*run]) for shares, run in groupby(range(len(answers)), lambda rank: answers[rank]["shares"])]
-    return {"served": served, "sharers": [[run[0], run[-1]] for shares, run in runs if shares]}
-
-
-@dataclass(eq=False)
-class RemoteFile:
-    """The tensors of a part that rank 0 reads for this rank; a `TensorFile`."""
-
-    part: str  # folder
-    specs: Mapping[str, Spec]
-    serving_id: str
-    ranks: Ranks
-    store: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.store = current_ranks(self.ranks.timeout_seconds, _LANE).store
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of the tensor. Raises RankError if rank 0 cannot read them or has died."""
-        spec = self.specs[name]
-        item = ITEM_BYTES[spec.dtype]
-        stop = spec.size_bytes // item if stop is None else stop
-        data = torch.empty((stop - start) * item, dtype=torch.uint8, device="cpu")
-        pending: deque[tuple[str, int, int]] = deque()
-        step = max(1, _PIECE_BYTES // item)
-        for low in range(start, stop, step):
-            high = min(low + step, stop)
-            number = self.store.add(_store_key(self.serving_id, "asked"), 1)
-            self.store.set(_store_key(self.serving_id, f"ask/{number}"), json.dumps([self.part, name, low, high]))
-            key = _store_key(self.serving_id, f"answer/{number}")
-            pending.append((key, (low - start) * item, (high - start) * item))
-            if len(pending) == _AHEAD:
-                self._receive_answer(*pending.popleft(), data)
-        while pending:
-            self._receive_answer(*pending.popleft(), data)
-        return data.view(dtype_of(spec.dtype))
-
-    def close(self) -> None:
-        pass
-
-    def _receive_answer(self, key: str, start: int, stop: int, data: Tensor) -> None:
-        while not _wait_for_key(self.store, key):
-            self.ranks.check_peers()
-        answer = self.store.get(key)
-        self.store.delete_key(key)
-        if len(answer) != stop - start + 1 or answer[-1:] != _DONE:
-            raise RankError(f"rank 0, which reads the checkpoint for this rank: {answer[:-1].decode(errors='replace')}")
-        ctypes.memmove(data.data_ptr() + start, answer, stop - start)
+    return {"far": far, "sharers": [[run[0], run[-1]] for shares, run in runs if shares]}
 
 
 def _open_copy(facts: Document, place: Place, stack: ExitStack, deep: bool, late: bool) -> ResumePoint | None:
@@ -439,11 +360,14 @@ def _open_copy(facts: Document, place: Place, stack: ExitStack, deep: bool, late
     return None
 
 
-def _open_again(point: ResumePoint, stack: ExitStack) -> StoredTensors:
-    """The tensors of `point` in newly opened files."""
-    again = StoredTensors(point.checkpoint)
-    stack.callback(again.close)
-    return again
+def _open_received(folder: LocalStore | None, place: Place, stack: ExitStack, deep: bool) -> ResumePoint:
+    """The copy of rank 0's checkpoint at `place` that this node has received. Raises CorruptError for a damaged one."""
+    assert folder is not None, "a rank that does not see the checkpoint has asked for a copy"
+    received = stack.enter_context(open_checkpoint(Place(folder), compares=False))
+    problems = received.find_problems(deep)
+    if problems:
+        raise CorruptError(f"{place}: damaged on the way to this node: {listing(list(problems))}; resume again")
+    return open_resume_point(replace(received, origin=place.folder), stack)
 
 
 def _manifest_place(held: OpenCheckpoint) -> list[int]:
@@ -453,46 +377,6 @@ def _manifest_place(held: OpenCheckpoint) -> list[int]:
     with damaged_input(held.path):
         status = (held.path / MANIFEST_NAME).stat()
     return [status.st_ino, status.st_size, status.st_mtime_ns]
-
-
-def _remote_checkpoint(facts: Document, place: Place, contents: Document, ranks: Ranks, served: str) -> ResumePoint:
-    """The checkpoint on a rank that does not see it: `contents` of rank 0, and tensors that rank 0 reads."""
-    manifest = manifest_from_json(contents["manifest"], facts["path"])
-    files: dict[str, TensorFile] = {}
-    for part in manifest.parts:
-        specs = {tensor.name: Spec(tensor.name, tensor.shape, tensor.dtype) for tensor in part.tensors}
-        files[part.path] = RemoteFile(part.path, specs, contents["serving_id"], ranks)
-    held = OpenCheckpoint(place.folder, place.folder, manifest, facts["identity"])
-    return ResumePoint(held, contents["document"], StoredTensors(held, files.__getitem__), served)
-
-
-def _answer_requests(store: Any, serving_id: str, read: Read, done: threading.Event) -> None:
-    number = 1
-    while not done.is_set():
-        key = _store_key(serving_id, f"ask/{number}")
-        if not _wait_for_key(store, key):
-            continue
-        request = json.loads(store.get(key))
-        data, error = try_action(lambda: read(*request))  # noqa: B023 - called at once
-        if error is None:
-            answer = data.contiguous().view(-1).view(torch.uint8).numpy().tobytes() + _DONE
-        else:
-            text = str(error) if isinstance(error, CheckpointError) else shown(error)
-            answer = text.encode() + _FAILED
-        store.set(_store_key(serving_id, f"answer/{number}"), answer)
-        store.delete_key(key)
-        number += 1
-
-
-def _wait_for_key(store: Any, key: str) -> bool:
-    with suppress(RuntimeError):  # DistStoreError: timeout
-        store.wait([key], _WAIT)
-        return True
-    return False
-
-
-def _store_key(serving_id: str, name: str) -> str:
-    return f"ft_ckpt/{_LANE}/{serving_id}/{name}"
 
 
 @dataclass(frozen=True)

@@ -188,12 +188,7 @@ def compare_base(live: LiveRun, attribute: str | None, point: ResumePoint) -> li
 
 
 def compare_adapters(live: LiveRun, attribute: str | None, point: ResumePoint) -> list[Restored]:
-    """A failed item if the settings of the run's adapters would change what the stored tensors compute.
-
-    A rank that does not see the checkpoint compares nothing: rank 0's outcome holds for all.
-    """
-    if point.tensors.is_remote:
-        return []
+    """A failed item if the settings of the run's adapters would change what the stored tensors compute."""
     held = point.checkpoint
     configs: Mapping[str, Any] = getattr(module_at(live.model, attribute or ""), "peft_config", None) or {}
     records = [record for record in held.manifest.parts if record.kind == "adapter" and record.adapter in configs]

@@ -173,7 +173,7 @@ def _restore_on_rank(
         held.location,
         (*misfits, *outcomes, *of_rank),
         (*_differences(run, live, point, versions), *note_on_replicas(point.document)),
-        (*notes, *_note_of_served(point), *_notes_of_unsaved(point)),
+        (*notes, *_note_of_copies(point), *_notes_of_unsaved(point)),
         held.requests,
     ), ()
 
@@ -202,9 +202,11 @@ def _differences(run: TrainingRun, live: LiveRun, point: ResumePoint, versions: 
     return [*changed, *changed_flags(point.document, live.found), *models]
 
 
-def _note_of_served(point: ResumePoint) -> list[str]:
-    """A note for the report if rank 0 has read the checkpoint for other ranks."""
-    return [f"rank(s) {point.served} do not see the checkpoint: rank 0 has read it for them"] if point.served else []
+def _note_of_copies(point: ResumePoint) -> list[str]:
+    """A note for the report if nodes have got a copy of the checkpoint."""
+    if not point.far_ranks:
+        return []
+    return [f"rank(s) {point.far_ranks} do not see the checkpoint: rank 0 has sent it to their nodes"]
 
 
 def _notes_of_unsaved(point: ResumePoint) -> list[str]:

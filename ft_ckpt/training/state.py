@@ -615,19 +615,11 @@ def _tensors_of_tree(name: str, entry: Mapping[str, Any]) -> Iterator[tuple[str,
 class StoredTensors:
     """The tensor files of one checkpoint, opened when first needed; tensors are found by part folder and name."""
 
-    def __init__(
-        self,
-        held: OpenCheckpoint,
-        remote: Callable[[str], TensorFile] | None = None,
-        proofs: Sequence[FileProof] = (),
-    ) -> None:
-        """`remote` returns the file of the part in a folder if another rank reads for this one; `proofs` are the
-        pending comparisons of whole files.
-        """
-        self._held, self._remote, parts = held, remote, held.manifest.parts
+    def __init__(self, held: OpenCheckpoint, proofs: Sequence[FileProof] = ()) -> None:
+        """`proofs` are the pending comparisons of whole files."""
+        self._held, parts = held, held.manifest.parts
         self.late_files, self.proofs = [proof.record for proof in proofs], proofs
         kinds = {part.kind for part in parts}
-        self.is_remote = remote is not None
         self.is_adapter = "adapter" in kinds and "model" not in kinds  # the base is elsewhere
         self._formats = {part.path: part.format for part in parts}
         self._files = {(part.path, tensor.name): tensor.file for part in parts for tensor in part.tensors}
@@ -638,9 +630,7 @@ class StoredTensors:
         place = self._files.get((part, name))
         if place is None:
             raise LoadError(f"{name}: not among the tensors of the checkpoint {self._held.location}")
-        if place not in self._open and self._remote:
-            self._open[place] = self._remote(part)
-        elif place not in self._open:
+        if place not in self._open:
             store, reader = self._held.store, format_named(self._formats[part])
             proof = next((one for one in self.proofs if one.record.path == place), None)
             open_file = lambda: reader.open_file(store.open(place))  # noqa: E731
@@ -659,10 +649,6 @@ class StoredTensors:
         """Names of the training state's tensors that begin with `prefix`, without it."""
         return frozenset(n[len(prefix) :] for part, n in self._files if part == FOLDER and n.startswith(prefix))
 
-    def read(self, part: str, name: str, start: int, stop: int) -> Tensor:
-        """Flat elements [start, stop) of a tensor, on the host."""
-        return self.file_of(part, name).read(name, start, stop)
-
     def state_tensor(self, name: str) -> Tensor:
         """The tensor `name` of the training state, whole, on the host."""
         file = self.file_of(FOLDER, name)
@@ -680,13 +666,11 @@ class ResumePoint:
     checkpoint: OpenCheckpoint
     document: Document
     tensors: StoredTensors
-    served: str = ""  # ranks for which rank 0 reads the tensors, as text
+    far_ranks: str = ""  # that do not see the checkpoint and read a copy, as text
     is_proved_late: bool = False  # digests of files are compared while reading, on any rank
 
     def way_to_read(self, fan_out: str) -> str:
         """The way for `choose_filler`, from SaverConfig.fan_out and the store of the checkpoint."""
-        if self.served:
-            return "broadcast"
         return "small" if fan_out == "auto" and isinstance(self.checkpoint.store, ListedStore) else fan_out
 
 
@@ -695,7 +679,7 @@ def open_resume_point(held: OpenCheckpoint, stack: ExitStack, proofs: Sequence[F
 
     Raises CorruptError.
     """
-    tensors = StoredTensors(held, proofs=proofs)
+    tensors = StoredTensors(held, proofs)
     stack.callback(tensors.close)
     return ResumePoint(held, read_document(held.store, held.manifest), tensors)
 

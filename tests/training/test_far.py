@@ -14,6 +14,7 @@ TOGETHER = [
     "of_accelerate",
     "copies",
     "unreadable",
+    "full",
     "leader_fails",
 ]
 

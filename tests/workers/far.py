@@ -7,6 +7,7 @@ private disk of a rank is its working directory, under a path that is the same o
 import os
 import shutil
 import sys
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -21,8 +22,9 @@ from resume import exact, live_model, optimizer_state, same, saver_of, take, tra
 from wrappers import truth
 
 from ft_ckpt import verify
-from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, RankError
-from ft_ckpt.training import choose, resume
+from ft_ckpt.errors import CorruptError, LoadError, NoSpaceError, RankError
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.training import node_copies, resume
 
 HERE = Path("/proc/self/cwd")
 
@@ -113,25 +115,40 @@ def unreadable(folder: Path) -> None:
     with saver_of(live, HERE) as keeper:
         train(live, keeper, 0, 2)
         keeper.save_state()
-    real = choose._answer_requests
+    real = node_copies.read_range
     if harness.RANK == 0:
-        broken = lambda part, name, start, stop: 1 / 0  # noqa: E731
-        choose._answer_requests = lambda store, serving_id, read, done: real(store, serving_id, broken, done)
+        node_copies.read_range = lambda *_: 1 / 0
     begun = time.monotonic()
-    with (
-        saver_of(live, HERE) as keeper,
-        pytest.raises(CheckpointError, match=r"rank 0, which reads .*division by zero"),
-    ):
+    error = RankError if harness.RANK else ZeroDivisionError
+    with saver_of(live, HERE) as keeper, pytest.raises(error, match=r"division by zero|rank 0 could not read"):
         keeper.resume("must")
-    choose._answer_requests = real
+    node_copies.read_range = real
     assert time.monotonic() - begun < 20
     with saver_of(live, HERE) as keeper:
         assert keeper.resume("must").step == 2
 
 
 @harness.named
+def full(folder: Path) -> None:
+    """The temporary folder of a node has no room for the copy: every rank raises, before anything is sent."""
+    live = live_model("fsdp2", "llama")
+    with saver_of(live, HERE) as keeper:
+        train(live, keeper, 0, 2)
+        keeper.save_state()
+    real = LocalStore.create
+    if harness.RANK:
+        LocalStore.create = lambda *_: (_ for _ in ()).throw(NoSpaceError("no room"))
+    with saver_of(live, HERE) as keeper, pytest.raises(NoSpaceError, match="no room"):
+        keeper.resume("must")
+    LocalStore.create = real
+    dist.barrier()
+    with saver_of(live, HERE) as keeper:
+        assert keeper.resume("must").step == 2
+
+
+@harness.named
 def leader_fails(folder: Path) -> None:
-    """Rank 0 fails at something else while it answers: the others do not wait for it."""
+    """Rank 0 fails after it has sent the checkpoint: the others do not wait for it."""
     live = live_model("fsdp2", "llama")
     with saver_of(live, HERE) as keeper:
         train(live, keeper, 0, 2)
@@ -149,9 +166,11 @@ def leader_fails(folder: Path) -> None:
 
 
 def case(name: str, folder: Path) -> None:
-    private = folder / f"disk-{harness.RANK}"
+    private, scratch = folder / f"disk-{harness.RANK}", folder / "scratch"  # all ranks are on one node
     private.mkdir(exist_ok=True)
+    scratch.mkdir(exist_ok=True)
     os.chdir(private)
+    tempfile.tempdir = str(scratch)
     if "/" not in name:
         harness.NAMED[name](folder)
     elif name.startswith("exact/"):
@@ -167,6 +186,8 @@ def case(name: str, folder: Path) -> None:
                 shutil.copy(left / file, private)
         os.environ["LEFT"] = str(HERE)
         take(wrapper, model, folder)
+    dist.barrier()
+    assert not list(scratch.glob("ft_ckpt*")), "the copy is deleted"
     if harness.RANK and name not in ("other_checkpoints", "copies"):
         assert not list(private.glob("run/checkpoint-*")), "the other ranks have none"
         assert not list(private.glob("checkpoint-*")), "the other ranks have none"
