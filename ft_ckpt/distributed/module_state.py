@@ -1,8 +1,9 @@
 """Extra state: entries of torch's `state_dict()` beside parameters and buffers.
 
-Most modules list their parameters and persistent buffers only. Some have extra state, override the listing, or have
-hooks that add entries. These entries are collected as torch does, and restored by the loading methods of the modules.
-Wrappers are recognised by type, because a module of the user may have the same name.
+Most modules list their parameters and persistent buffers only. Some have extra state or override the listing. Their
+entries are collected as torch does, and restored by the loading methods of the modules. Entries that hooks add are
+refused: nothing says how they come back. Wrappers are recognised by type, because a module of the user may have the
+same name.
 """
 
 import pickle
@@ -15,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
 from ft_ckpt.distributed.wrappers import (
@@ -80,12 +80,12 @@ def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, AddedValu
     """The state of `root` beside its `live` tensors, by canonical name; aliases of `live` tensors are left out.
 
     Moves no data and calls no collective: FSDP1's own listing is not used. Raises SelectionError naming a module that
-    fails to list its state.
+    fails to list its state, and entries that hooks add.
     """
     known = {id(tensor) for tensor in live.values()} | {_memory_key(tensor) for tensor in live.values()} - {None}
     lister = _StateLister()
     lister.list_module(root, "", "")
-    return {
+    added = {
         name: entry
         for name, entry in lister.found.items()
         if not is_lazy(entry.value)
@@ -93,6 +93,13 @@ def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, AddedValu
         and id(entry.value) not in known
         and (_memory_key(entry.value) or entry) not in known
     }
+    by_hooks = [f"{name} ({type(added[name].owner).__name__})" for name in lister.by_hooks if name in added]
+    if by_hooks:
+        raise SelectionError(
+            f"{listing(by_hooks, ', ')}: added by a hook of state_dict(), which is not saved; make it a persistent "
+            "buffer, or return it from get_extra_state() and take it in set_extra_state()"
+        )
+    return added
 
 
 def load_added_state(root: nn.Module, live: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -145,6 +152,7 @@ class _StateLister:
 
     listed: "OrderedDict[str, Any]" = field(default_factory=OrderedDict)
     found: dict[str, AddedValue] = field(default_factory=dict)
+    by_hooks: list[str] = field(default_factory=list)  # names of entries
 
     def __post_init__(self) -> None:
         self.listed._metadata = OrderedDict()  # type: ignore[attr-defined]  # as in torch, for hooks
@@ -183,8 +191,11 @@ class _StateLister:
             if child is not None:
                 self.list_module(child, f"{prefix}{name}.", f"{raw}{name}.")
         for hook in filter(_is_users, module._state_dict_hooks.values()):
+            before = self.listed.keys() | self.found.keys()
             returned = hook(module, self.listed, prefix, metadata)
-            self._note_listed(module, prefix, raw, dict(self.listed if returned is None else returned))
+            after = dict(self.listed if returned is None else returned)
+            self.by_hooks += [name for name in after if name not in before]
+            self._note_listed(module, prefix, raw, after)
 
     def _note_listed(self, module: nn.Module, prefix: str, raw: str, now: Mapping[str, Any]) -> None:
         for name, value in now.items():
@@ -207,8 +218,6 @@ def _load_added(first: AddedValue, live: Mapping[str, Any], values: Mapping[str,
             owner.load_state_dict({name.removeprefix(prefix): value for name, value in state.items()}, strict=False)
             return []
         owner._load_from_state_dict(state, prefix, {"version": owner._version}, True, [], [], errors)
-        for hook in owner._load_state_dict_post_hooks.values():
-            hook(owner, _IncompatibleKeys([], []))
     except Exception as error:  # noqa: BLE001 - code of the user's module
         errors.append(f"{type(error).__name__}: {error}")
     return [f"{next(iter(values))}: {type(owner).__name__} cannot load it: {error}" for error in errors]

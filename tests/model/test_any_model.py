@@ -35,7 +35,7 @@ def modules(draw, depth: int = 2):
     return (
         {name: draw(tensors) for name in parts[0]},
         {name: draw(tensors) for name in parts[1]},
-        draw(st.sampled_from(["", "", "tensor", "tree", "hook"])),
+        draw(st.sampled_from(["", "", "tensor", "tree", "own way"])),
         draw(st.booleans()),
         {name: draw(modules(depth - 1)) for name in parts[2]},
     )
@@ -57,12 +57,21 @@ class Made(nn.Module):
         if tied and parameters and not hasattr(self, "second name"):
             self.register_parameter("second name", self._parameters[next(iter(parameters))])
         self.state = values(torch.float32, (2,), generator)
-        if self.lists == "hook":
-            self._register_state_dict_hook(lambda m, s, prefix, _: s.update({f"{prefix}state": m.state.clone()}))
-            self.register_load_state_dict_pre_hook(lambda m, s, prefix, *_: m.take(s.pop(f"{prefix}state", m.state)))
 
     def take(self, state) -> None:
         self.state = state.clone()
+
+
+class Listed(Made):
+    """One that saves and loads in a way of its own."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}state"] = self.state.clone()
+
+    def _load_from_state_dict(self, state, prefix, *rest) -> None:
+        self.take(state.pop(f"{prefix}state", self.state))
+        super()._load_from_state_dict(state, prefix, *rest)
 
 
 class Extra(Made):
@@ -75,7 +84,7 @@ class Extra(Made):
         self.take(state if self.lists == "tensor" else state["amax"][0])
 
 
-MAKE = {"": Made, "hook": Made, "tensor": Extra, "tree": Extra}
+MAKE = {"": Made, "own way": Listed, "tensor": Extra, "tree": Extra}
 
 
 def build(plan, number: int) -> nn.Module:

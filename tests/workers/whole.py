@@ -33,7 +33,7 @@ class Scaled(nn.Linear):
 
 
 class Model(nn.Module):
-    """Layers with unusual names, a tie, a buffer, and a hook that adds a name."""
+    """Layers with unusual names, a tie, a buffer, and a name that the model lists in its own way."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -42,15 +42,18 @@ class Model(nn.Module):
         self.layers["tied"] = nn.Linear(6, 6)
         self.layers["tied"].weight = self.layers["task:en"].weight
         self.register_buffer("mean", torch.full((5,), value))
-        self._register_state_dict_hook(lambda m, state, prefix, _: state.update({f"{prefix}count": m.count.clone()}))
-        self.register_load_state_dict_pre_hook(lambda m, state, prefix, *_: m.take(state, prefix))
         torch.manual_seed(int(value))
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.copy_(torch.rand(parameter.shape))
 
-    def take(self, state, prefix) -> None:
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}count"] = self.count.clone()
+
+    def _load_from_state_dict(self, state, prefix, *rest) -> None:
         self.count = state.pop(f"{prefix}count", self.count).clone()
+        super()._load_from_state_dict(state, prefix, *rest)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return sum(layer(inputs).square().mean() for layer in (*self.layers.values(), self.scaled))
