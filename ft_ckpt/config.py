@@ -45,8 +45,6 @@ class SaverConfig:
     """Names containing "olmo" end generation at <|im_end|> and <|endoftext|>; None keeps the model's own settings."""
     base_id: str | None = None
     """Name on the Hub of an adapter's base that was loaded from a folder, for adapter configs and model cards."""
-    bucket_bytes: int = 256 << 20
-    """Buffer of a rank for tensors that are gathered or broadcast, in bytes; one row of a tensor if that is larger."""
     nonfinite: Literal["save", "raise"] = "save"
     """NaN and infinities in weights: "save" writes them, "raise" refuses the checkpoint."""
     name_template: str = "checkpoint-{step}"
@@ -55,15 +53,11 @@ class SaverConfig:
     """Time that ranks wait for each other to call `save`, in seconds; then an error names the missing ranks."""
     io_threads: int | None = None
     """Writer threads on each rank that writes; None: 4. Up to 32 MiB on a local disk are written without threads."""
-    io_block_bytes: int = 8 << 20
-    """Size of a write, in bytes, a multiple of 4096; memory is needed for two more blocks than threads."""
     direct_io: Literal["auto", "on", "off"] = "auto"
     """Unbuffered writes (O_DIRECT): "auto" for files from 8 MiB on if the file system supports them, "on", "off"."""
     digest: Literal["xxh3", "sha256"] = "xxh3"
     """Digests of weight files: "xxh3", or "sha256" to store SHA-256 too, so that `sign` need not read the files again.
     A file that several ranks write gets no SHA-256."""
-    io_priority: Literal["normal", "low"] = "normal"
-    """I/O priority of a background save, if the disk's scheduler supports it: "normal" or "low"."""
     each_rank_writes: Literal["auto", "on", "off"] = "auto"
     """Each rank writes its own bytes (in a bucket: some of the files): "on", "off" (rank 0 writes everything), or
     "auto" (where it is faster)."""
@@ -145,15 +139,12 @@ class SaveSettings(TypedDict, total=False):
     attribute: str | None
     chat_template_name: str | None
     base_id: str | None
-    bucket_bytes: int
     nonfinite: Literal["save", "raise"]
     name_template: str
     enter_timeout_seconds: float
     io_threads: int | None
-    io_block_bytes: int
     direct_io: Literal["auto", "on", "off"]
     digest: Literal["xxh3", "sha256"]
-    io_priority: Literal["normal", "low"]
     each_rank_writes: Literal["auto", "on", "off"]
     reuse_frozen: Literal["auto", "on", "off"]
     snapshot_bytes: int | str | None
@@ -326,7 +317,6 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
         "nonfinite": ("save", "raise"),
         "direct_io": ("auto", "on", "off"),
         "digest": ("xxh3", "sha256"),
-        "io_priority": ("normal", "low"),
         "each_rank_writes": ("auto", "on", "off"),
         "reuse_frozen": ("auto", "on", "off"),
         "fan_out": ("auto", "read", "broadcast"),
@@ -350,14 +340,8 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
         ),
         ("max_shard_size", is_size, size),
         ("snapshot_bytes", lambda limit: limit is None or is_size(limit), f"{size}, or None"),
-        ("bucket_bytes", lambda size: is_number(size, 1 << 16), "at least 65536"),
         ("enter_timeout_seconds", lambda seconds: is_number(seconds, 0.1), "at least 0.1"),
         ("io_threads", lambda count: count is None or is_number(count, 1), "at least 1, or None"),
-        (
-            "io_block_bytes",
-            lambda size: is_number(size, 1 << 16, whole=True) and size % 4096 == 0,
-            "a multiple of 4096 (for unbuffered writes), at least 65536",
-        ),
         ("name_template", _is_template, "{step} or {epoch}, no other field, no slash, no dot at the beginning"),
         *((switch, _is_bool, "True or False") for switch in ("background", "lease", "overwrite", "verify_resume")),
         *((name, _is_text_or_none, "text or None") for name in ("attribute", "chat_template_name", "base_id")),

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ft_ckpt.distributed import gather
 from ft_ckpt.distributed.gather import bytes_as, padded_size, wire_device
 from ft_ckpt.distributed.ranks import Ranks, global_rank, try_action
 from ft_ckpt.distributed.sharding import Box, part_count
@@ -251,7 +252,7 @@ def each_reads(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
     )
 
 
-def choose_filler(way: str, ranks: Ranks, bucket_bytes: int) -> Filler:
+def choose_filler(way: str, ranks: Ranks) -> Filler:
     """The filler for a `way` of SaverConfig.fan_out, or for "small": rank 0 reads small ranges for all ranks.
 
     With "small" and "broadcast" the filler is collective: all ranks must call it for the same tensors in the same
@@ -262,7 +263,7 @@ def choose_filler(way: str, ranks: Ranks, bucket_bytes: int) -> Filler:
     chosen = _is_whole_everywhere if way == "broadcast" else _is_small
 
     def fill(what: str, collect: Callable[[], list[WantedTensor]]) -> None:
-        plan, error = try_action(lambda: _BroadcastPlan(collect(), bucket_bytes, chosen))
+        plan, error = try_action(lambda: _BroadcastPlan(collect(), chosen))
         ranks.agree(f"reading {what}", {"tensors": "" if plan is None else plan.digest}, error, same=("tensors",))
         assert plan is not None  # else `agree` has raised the error
         broadcast_tensors(plan, ranks)
@@ -284,14 +285,14 @@ class _Rows(NamedTuple):
 class _BroadcastPlan:
     """The tensors to fill, and all memory for it, allocated first so that no rank fails between broadcasts.
 
-    Needs `bucket_bytes` beside the tensors, or the memory of one row if a row alone is larger. Raises as `check_all`.
+    Needs BUCKET_BYTES beside the tensors, or the memory of one row if a row alone is larger. Raises as `check_all`.
     """
 
-    def __init__(self, wanted: list[WantedTensor], bucket_bytes: int, chosen: Callable[[WantedTensor], bool]) -> None:
+    def __init__(self, wanted: list[WantedTensor], chosen: Callable[[WantedTensor], bool]) -> None:
         check_all(wanted)
         self.common = _in_file_order([tensor for tensor in wanted if chosen(tensor)])
         self.own = [tensor for tensor in wanted if not chosen(tensor)]
-        self.buckets = _cut_into_buckets(self.common, bucket_bytes)
+        self.buckets = _cut_into_buckets(self.common, gather.BUCKET_BYTES)
         size_bytes = max((bucket[-1].stop for bucket in self.buckets), default=0)
         self.room = torch.empty(size_bytes + 1, dtype=torch.uint8, device=wire_device())
 

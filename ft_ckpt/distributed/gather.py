@@ -20,6 +20,8 @@ from ft_ckpt.distributed.sharding import Box
 from ft_ckpt.distributed.source import Source, box_memories
 from ft_ckpt.errors import RankError
 
+BUCKET_BYTES = 256 << 20  # buffer of a rank for tensors that are gathered or broadcast
+
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
@@ -33,41 +35,41 @@ class Chunk:
     data: Tensor
 
 
-def stream_chunks(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int, to: int = 0) -> Iterator[Chunk]:
+def stream_chunks(chosen: Sequence[Source], ranks: Ranks, to: int = 0) -> Iterator[Chunk]:
     """The elements of `chosen`, in order, as chunks on the rank `to`; nothing on the others. Collective.
 
-    Every rank must exhaust it, with the same `chosen`. Beside its own shard the rank `to` holds at most `bucket_bytes`,
+    Every rank must exhaust it, with the same `chosen`. Beside its own shard the rank `to` holds at most BUCKET_BYTES,
     or two rows of a tensor where these are larger; an opaque tensor is gathered whole.
     """
-    for bucket in stream_buckets(chosen, ranks, bucket_bytes, to):
+    for bucket in stream_buckets(chosen, ranks, to):
         yield from bucket
 
 
-def stream_buckets(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int, to: int = 0) -> Iterator[Iterator[Chunk]]:
+def stream_buckets(chosen: Sequence[Source], ranks: Ranks, to: int = 0) -> Iterator[Iterator[Chunk]]:
     """As `stream_chunks`, by bucket. A bucket moves while all ranks iterate over it, in the same order of buckets."""
-    buckets = list(_cut_buckets(chosen, bucket_bytes // 2, to))  # one half is filled from the other
+    buckets = list(_cut_buckets(chosen, BUCKET_BYTES // 2, to))  # one half is filled from the other
     moving = ([unit for unit in bucket if moves_to(unit.info, to)] for bucket in buckets)
     most = max((sum(padded_size(unit.size_bytes) for unit in units) for units in moving), default=0)
     yield from map(_BucketCarrier(ranks, most, to).carry_bucket, buckets)
 
 
-def are_equal(one: Source, other: Source, ranks: Ranks, bucket_bytes: int) -> bool:
+def are_equal(one: Source, other: Source, ranks: Ranks) -> bool:
     """Whether two tensors have the same bits; True on ranks other than 0. Collective."""
     digests = []
     for info in (one, other):
         digest = xxhash.xxh3_128()
-        for chunk in stream_chunks([info], ranks, bucket_bytes):
+        for chunk in stream_chunks([info], ranks):
             digest.update(chunk.data.cpu().contiguous().view(torch.uint8).numpy().data)
         digests.append(digest.digest())
     return digests[0] == digests[1]
 
 
-def gather_tensors(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int, to: int = 0) -> dict[str, Tensor]:
+def gather_tensors(chosen: Sequence[Source], ranks: Ranks, to: int = 0) -> dict[str, Tensor]:
     """Full copies of `chosen` on the host of the rank `to`, by name; `{}` elsewhere. Collective."""
     full: dict[str, Tensor] = {}
     if ranks.rank == to:
         full = {info.name: torch.empty(info.shape, dtype=info.dtype, device="cpu") for info in chosen}
-    for chunk in stream_chunks(chosen, ranks, bucket_bytes, to):
+    for chunk in stream_chunks(chosen, ranks, to):
         flat = full[chunk.name].view(-1)
         flat[chunk.start : chunk.start + chunk.data.numel()].copy_(chunk.data)
     return full

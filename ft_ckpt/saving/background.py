@@ -435,7 +435,7 @@ class SaveRunner:
 
             def finish() -> SaveReport:
                 copied, copy_error = try_action(self.snapshot.finish_copies)
-                yield_to_training(low_io=config.io_priority == "low")  # after the copies: the optimizer waits for them
+                yield_to_training()  # after the copies: the optimizer waits for them
                 from_copies = with_copies(plan, {**(copied or {}), **gathered}, copies)
                 return then(run_save(request, error or copy_error, ranks, config, begun, from_copies, self._shared))
 
@@ -452,7 +452,7 @@ class SaveRunner:
             def gather_all() -> None:
                 for to, sources in copies.gathers:
                     named = [replace(source, name=str(source.key)) for source in sources]  # names may be equal
-                    found = gather_tensors(named, ranks, config.bucket_bytes, to)
+                    found = gather_tensors(named, ranks, to)
                     gathered.update({int(key): tensor for key, tensor in found.items()})
 
             _, error = ranks.attempt(gather_all)

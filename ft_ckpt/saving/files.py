@@ -101,7 +101,6 @@ class GatherWay:
     """How tensors are gathered on the rank `to`."""
 
     ranks: Ranks
-    bucket_bytes: int
     to: int = 0
     nonfinite: set[str] | None = None  # collects the names of tensors with NaN or infinity there; None: no check
 
@@ -199,7 +198,7 @@ def _stream_entries(entries: Sequence[Entry], way: GatherWay) -> Iterator[Iterat
             if arrived == chosen[position].numel:
                 position, arrived = position + 1, 0
 
-    return map(with_entries, stream_buckets(chosen, way.ranks, way.bucket_bytes, way.to))
+    return map(with_entries, stream_buckets(chosen, way.ranks, way.to))
 
 
 def _convert_group(
@@ -207,7 +206,7 @@ def _convert_group(
 ) -> Iterator[tuple[Entry, Tensor]]:
     """The entry's tensor. Its group is gathered and converted for its first entry and freed with its last."""
     if group not in made:
-        full = gather_tensors(group.sources, way.ranks, way.bucket_bytes, way.to)
+        full = gather_tensors(group.sources, way.ranks, way.to)
         made[group] = group.convert(full) if way.ranks.rank == way.to else {}
     if way.ranks.rank == way.to:
         tensor = made[group].pop(entry.name)
@@ -281,21 +280,21 @@ def file_record(share: Share, digests: Sequence[str]) -> FileRecord:
     )
 
 
-def write_own_bytes(share: Share, store: LocalStore, ranks: Ranks, writer: Writer, bucket_bytes: int) -> str:
+def write_own_bytes(share: Share, store: LocalStore, ranks: Ranks, writer: Writer) -> str:
     """Write this rank's bytes of one file and return their digest. Collective where tensors are gathered on rank 0.
 
     Stops when another rank has failed: with NoSpaceError if that rank's disk is full, else with RankError.
     """
-    regions = _while_all_write(_own_regions(share, ranks, bucket_bytes), ranks, writer.tuning.block_bytes)
+    regions = _while_all_write(_own_regions(share, ranks), ranks, writer.tuning.block_bytes)
     with writer.fill(store.share(share.file.path, share.file.layout.size_bytes)) as file:
         for region in regions:
             file.put_region(region)
         return file.finish()
 
 
-def digest_own_bytes(share: Share, ranks: Ranks, bucket_bytes: int) -> str:
+def digest_own_bytes(share: Share, ranks: Ranks) -> str:
     """The digest that `write_own_bytes` would return, without writing. Collective in the same way."""
-    return digest_regions(_while_all_write(_own_regions(share, ranks, bucket_bytes), ranks, BLOCK_BYTES))
+    return digest_regions(_while_all_write(_own_regions(share, ranks), ranks, BLOCK_BYTES))
 
 
 def _tensor_cuts(entry: Entry, start: int, step: int) -> tuple[Cut, ...] | None:
@@ -327,13 +326,13 @@ def _tensor_cuts(entry: Entry, start: int, step: int) -> tuple[Cut, ...] | None:
     )
 
 
-def _own_regions(share: Share, ranks: Ranks, bucket_bytes: int) -> Iterator[Region]:
+def _own_regions(share: Share, ranks: Ranks) -> Iterator[Region]:
     places = list(zip(share.entries, share.cuts, share.file.layout.specs, share.file.layout.starts, strict=True))
     at = 0  # header and gaps are written up to here
     for is_gathered, group in groupby(places, key=lambda place: place[1] is None):
         if is_gathered:
             moving = [(entry, start) for entry, _, spec, start in group if spec.size_bytes]
-            for region in chain.from_iterable(gathered_turns(moving, GatherWay(ranks, bucket_bytes))):
+            for region in chain.from_iterable(gathered_turns(moving, GatherWay(ranks))):
                 yield from _header_regions(share.file, at, region.start)
                 yield region
                 at = region.start + region.size_bytes

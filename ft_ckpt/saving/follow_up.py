@@ -3,15 +3,12 @@
 They run in this order in the thread that finished the save. Their errors do not fail the save, which is committed.
 """
 
-import ctypes
 import os
-import platform
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from ft_ckpt.checkpoint.run_places import RunPlaces
@@ -27,24 +24,18 @@ from ft_ckpt.transfer.push import PendingPush, begin_push
 from ft_ckpt.transfer.sync import RunUploads, UploadTerms
 
 _NICE = 10  # about a tenth of a normal thread's share of a busy processor
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}  # number of the system call
-_THREAD, _BEST_EFFORT, _LAST = 1, 2 << 13, 7  # best effort, lowest level; the idle class would starve
 
 
-def yield_to_training(low_io: bool) -> None:
+def yield_to_training() -> None:
     """Lower the priority of the calling thread for good; threads that it starts inherit it.
 
-    `low_io` lowers the priority of its reads and writes too, if the disk's scheduler supports that. No effect on
-    systems without thread priorities, or if they forbid it.
+    No effect on systems without thread priorities, or if they forbid it.
     """
     if not sys.platform.startswith("linux"):
         return  # elsewhere the priority is that of the whole process
     thread = threading.get_native_id()
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), _NICE))
-    if low_io and platform.machine() in _IOPRIO_SET:
-        number = ctypes.c_long(_IOPRIO_SET[platform.machine()])
-        ctypes.CDLL(None).syscall(number, _THREAD, thread, _BEST_EFFORT | _LAST)
 
 
 SaveHook = Callable[[SaveReport], object]  # a function of the script
@@ -98,8 +89,7 @@ def make_follow_up(on_saved: SaveHook | Iterable[SaveHook] | None, places: RunPl
     """The follow-up of a saver; its uploads run at low priority."""
     uploads = None
     if places.directory is not None and places.staging is not None:
-        give_way = partial(yield_to_training, low_io=config.io_priority == "low")
-        uploads = RunUploads(places.staging, places.directory, give_way)
+        uploads = RunUploads(places.staging, places.directory, yield_to_training)
     publisher, goal = None, config.publish
     if goal is not None:
         settings: dict[str, Any] = dict(goal) if isinstance(goal, Mapping) else {"url": goal}

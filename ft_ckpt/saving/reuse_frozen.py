@@ -78,9 +78,7 @@ def link_candidates(shares: Sequence[Share], staging: Staging, ranks: Ranks, gat
     return offers
 
 
-def equal_files(
-    shares: Sequence[Share], offers: Mapping[str, Offer], ranks: Ranks, bucket_bytes: int
-) -> dict[str, str]:
+def equal_files(shares: Sequence[Share], offers: Mapping[str, Offer], ranks: Ranks) -> dict[str, str]:
     """The digests of the files that equal one of rank 0's `offers`, by path. Collective.
 
     Each rank digests the bytes that it would write. Tensors are gathered on rank 0 if it alone wrote the earlier file.
@@ -92,7 +90,7 @@ def equal_files(
         offer = offers.get(share.file.path)
         if offer is not None:
             as_written = share if offer.ranks > 1 else replace(share, cuts=(None,) * len(share.cuts), ranks=1)
-            mine[share.file.path] = files.digest_own_bytes(as_written, ranks, bucket_bytes)
+            mine[share.file.path] = files.digest_own_bytes(as_written, ranks)
 
     def equal_to_offers(values: Values) -> dict[str, str]:
         found = {}

@@ -31,6 +31,7 @@ from ft_ckpt.schema import as_record
 from ft_ckpt.storage.digests import FileRecord, chunk_of_rank, record_of
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.progress import track_bytes
+from ft_ckpt.storage.read_ahead import BLOCK_BYTES
 from ft_ckpt.storage.store import Store
 from ft_ckpt.storage.writer import Region, Writer, WriteTuning, tuning_for
 
@@ -94,7 +95,7 @@ def prepare_stage(
 
 
 def saver_tuning(config: SaverConfig) -> WriteTuning:
-    return tuning_for(config.io_threads, config.direct_io, config.io_block_bytes, config.digest == "sha256")
+    return tuning_for(config.io_threads, config.direct_io, BLOCK_BYTES, config.digest == "sha256")
 
 
 _PROBE = ".ft_ckpt-probe"
@@ -150,7 +151,7 @@ def write_tensors(job: SaveJob) -> dict[str, Any]:
 
     Raises IncompleteError for tensors that the model's config ties and that differ.
     """
-    untied = [pair for pair in job.plan.ties_to_check if not are_equal(*pair, job.ranks, job.config.bucket_bytes)]
+    untied = [pair for pair in job.plan.ties_to_check if not are_equal(*pair, job.ranks)]
     job.linked = _link_frozen_files(job)
     job.shares = _divide_between_ranks(job)
     if job.shares is None:
@@ -178,7 +179,7 @@ def _link_frozen_files(job: SaveJob) -> list[FileRecord]:
     if not offers:
         return []
     shares = reuse_frozen.frozen_shares(job.plan.plans, job.ranks.size)
-    job.taken.update(reuse_frozen.equal_files(shares, offers, job.ranks, job.config.bucket_bytes))
+    job.taken.update(reuse_frozen.equal_files(shares, offers, job.ranks))
     return [] if staging is None else reuse_frozen.place_equal_files(shares, job.taken, staging.store)
 
 
@@ -191,7 +192,7 @@ def _write_whole_files(job: SaveJob, untied: list[tuple[Source, Source]]) -> lis
     files = [(one, file) for one in job.unlinked_plans for file in one.files]
     mine = [file for _, file in files if writers[file.path] == ranks.rank]
     nonfinite: set[str] | None = set() if config.nonfinite == "raise" else None
-    way = GatherWay(job.ranks, config.bucket_bytes, nonfinite=nonfinite)
+    way = GatherWay(job.ranks, nonfinite=nonfinite)
     store = job.request.target.folder if job.staging is None else job.staging.store
     if ranks.is_main:
         _refuse_untied(untied)
@@ -313,7 +314,7 @@ def all_ranks_see(store: Store, ranks: Ranks) -> bool:
 
 def _write_on_all_ranks(job: SaveJob, shares: list[files.Share], untied: list[tuple[Source, Source]]) -> list[str]:
     """Write the bytes that this rank holds; return their digests, one for each file."""
-    config, ranks, tuning = job.config, job.ranks, saver_tuning(job.config)
+    ranks, tuning = job.ranks, saver_tuning(job.config)
     store = stage_store(Path(str(job.stage)), tuning.direct_bytes)
     _refuse_untied(untied)
     if ranks.is_main:  # reserves the space of all files before a byte is written
@@ -324,8 +325,7 @@ def _write_on_all_ranks(job: SaveJob, shares: list[files.Share], untied: list[tu
         start, stop = chunk_of_rank(cut, 0) or (0, 0)
         own_bytes -= cut.stop - cut.start - (stop - start)
     with _track_writes(job, own_bytes) as advance, Writer(tuning, advance=advance) as writer:
-        given = job.ranks, writer, config.bucket_bytes
-        return [files.write_own_bytes(share, store, *given) for share in shares]
+        return [files.write_own_bytes(share, store, ranks, writer) for share in shares]
 
 
 def _refuse_untied(pairs: list[tuple[Source, Source]]) -> None:

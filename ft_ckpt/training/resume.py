@@ -153,7 +153,7 @@ def _restore_on_rank(
     run.note_overwritten(point.document, held.location)
     left_out = {outcome.name for outcome in agreed}
     live = replace(live, items=[item for item in live.items if item.name not in left_out])
-    fill_all = choose_filler(point.way_to_read(run.config.fan_out), ranks, run.config.bucket_bytes)
+    fill_all = choose_filler(point.way_to_read(run.config.fan_out), ranks)
     outcomes = _restore_tensors(live, point, fill_all, with_weights="weights" not in left_out)
     outcomes += [outcome for outcome in compared if outcome.status == "restored"]
     try:

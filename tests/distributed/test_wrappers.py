@@ -116,7 +116,7 @@ def test_elements_are_taken_at_the_moment_of_use():
     sources = ModelTensors(model).sources()
     with torch.no_grad():
         model[0].weight.fill_(7.0)
-    full = gather_tensors([sources["0.weight"]], current_ranks(), 64)
+    full = gather_tensors([sources["0.weight"]], current_ranks())
     assert full["0.weight"].unique().tolist() == [7.0]
     assert torch.equal(full_state_dict(model)["2.0.bias"], model[2][0].bias)
 

@@ -9,10 +9,8 @@ from ft_ckpt.distributed.ranks import current_ranks
 from ft_ckpt.distributed.tensors import ModelTensors
 
 
-def full_state_dict(
-    model: nn.Module, names: Sequence[str] | None = None, bucket_bytes: int = 256 << 20
-) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, Tensor]:
     """Copies by canonical names, on the host of rank 0; `{}` on other ranks. Collective. `names` limits it."""
     found = ModelTensors(model).sources()
     chosen = [found[name] for name in (names if names is not None else found)]
-    return gather_tensors(chosen, current_ranks(), bucket_bytes)
+    return gather_tensors(chosen, current_ranks())

@@ -13,8 +13,10 @@ from ft_ckpt import CheckpointSaver, messages
 
 RUN = """
     import sys, time, torch, ft_ckpt
+    from ft_ckpt.saving import write
     from ft_ckpt.storage import direct_io, progress, read_ahead
     progress.MIN_SECONDS = {wait}
+    write.BLOCK_BYTES = 1 << 16
 
     def slow(call):
         def wait_and_call(*args):
@@ -26,7 +28,7 @@ RUN = """
     read_ahead._read_block = slow(read_ahead._read_block)
     model = torch.nn.Linear(1024, 4096)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    saver = ft_ckpt.CheckpointSaver(None, "run", io_block_bytes=1 << 16, background={background})
+    saver = ft_ckpt.CheckpointSaver(None, "run", background={background})
     saver.resume(model=model, optimizer=optimizer)
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()

@@ -16,7 +16,6 @@ from ft_ckpt.errors import CheckpointError, ConfigError, RanksDisagreeError, Tar
         ({"max_shard_size": "5 bananas"}, "max_shard_size='5 bananas': expected a size above 0"),
         ({"max_shard_size": 0}, "max_shard_size=0: expected a size above 0"),
         ({"nonfinite": "ignore"}, "nonfinite='ignore': expected one of save, raise"),
-        ({"bucket_bytes": 3}, "bucket_bytes=3: expected at least"),
         ({"io_threads": 0}, "io_threads=0: expected at least 1"),
         ({"name_template": "latest"}, "expected {step} or {epoch}"),
         ({"name_template": "{step}-{loss}"}, "no other field"),
@@ -27,7 +26,6 @@ from ft_ckpt.errors import CheckpointError, ConfigError, RanksDisagreeError, Tar
         ({"max_shard_size": "9" * 400}, "max_shard_size='99+': expected a size above 0"),
         ({"compression": ["zstd"]}, r"compression=\['zstd'\]: expected 'gzip' with format='h5'"),
         ({"base_id": 5}, "base_id=5: expected"),
-        ({"io_block_bytes": 65536.0}, "io_block_bytes=65536.0: expected a multiple of 4096"),
     ],
 )
 def test_bad_settings(settings, words):

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save
 from seeds import examples
 from torch import nn
 from torch.distributed import HashStore
+from tuning import blocks_of
 
 from ft_ckpt import CheckpointSaver, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
@@ -51,7 +52,8 @@ class Module(nn.Module):
 
 
 def by_saver(values, folder, **options):
-    with CheckpointSaver(None, folder, io_block_bytes=SMALL, io_threads=2, direct_io="on", **options) as saver:
+    saver = CheckpointSaver(None, folder, io_threads=2, direct_io="on", **options)
+    with blocks_of(SMALL), saver:
         saver.save(Module(values), folder / "saved")
     assert verify(folder / "saved").ok
     (file,) = (folder / "saved").glob("*.safetensors")
@@ -73,7 +75,7 @@ def by_ranks(values, folder, way="fsdp2", world=2, dtype=None, block_bytes=SMALL
             assert mine.cuts == share.cuts
             ranks = Ranks(rank, world, store)
             with Writer(tuning) as writer:
-                return files.write_own_bytes(mine, store_of_files, ranks, writer, 1 << 20)
+                return files.write_own_bytes(mine, store_of_files, ranks, writer)
 
         record = files.file_record(share, list(pool.map(write, range(world))))
     assert digest_like(folder / share.file.path, record) == record.digest

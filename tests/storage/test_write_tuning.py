@@ -14,9 +14,5 @@ def test_settings_say_how_files_are_written():
 
 
 def test_settings_that_cannot_work():
-    with pytest.raises(ConfigError, match="io_block_bytes=100000: expected a multiple of 4096"):
-        SaverConfig(io_block_bytes=100_000)
     with pytest.raises(ConfigError, match="io_threads=0: expected at least 1"):
         SaverConfig(io_threads=0)
-    with pytest.raises(ConfigError, match="io_priority='idle': expected one of normal, low"):
-        SaverConfig(io_priority="idle")

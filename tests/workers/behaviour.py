@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from hub_server import serving_hub, using_hub
 from torch import nn
+from tuning import buckets_of
 from wrappers import fsdp2
 
 import ft_ckpt.storage.writer
@@ -30,7 +31,7 @@ BUCKET = 1 << 16  # the smallest: the wide model takes some hundred of them
 
 
 def saver(**settings: Any) -> CheckpointSaver:
-    return CheckpointSaver(**{"enter_timeout_seconds": 30, "bucket_bytes": BUCKET, **settings})
+    return CheckpointSaver(**{"enter_timeout_seconds": 30, **settings})
 
 
 def raised(kind: type[Exception], action: Any, *said: str) -> None:
@@ -263,4 +264,5 @@ def case(name: str, folder: Path) -> None:
 if __name__ == "__main__":
     seconds = 3 if "slow_writer" in sys.argv else 60
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
-    harness.run(case)
+    with buckets_of(BUCKET):
+        harness.run(case)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import TCPStore
+from tuning import blocks_of
 
 from ft_ckpt import CheckpointSaver, SaverConfig
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
@@ -164,7 +165,7 @@ def saver_of(folder: Path) -> CheckpointSaver:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    saver = CheckpointSaver(None, folder, each_rank_writes="on", io_threads=1, io_block_bytes=1 << 16)
+    saver = CheckpointSaver(None, folder, each_rank_writes="on", io_threads=1)
     saver.register(model=model, optimizer=optimizer)
     return saver
 
@@ -199,9 +200,10 @@ if __name__ == "__main__":
     together, figures = threading.Barrier(len(mine)), {"ranks": len(mine)}
     figures["base"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     threads = [threading.Thread(target=run_rank, args=(rank, size, life, together, figures)) for rank in mine]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with blocks_of(1 << 16):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     output.with_suffix(f".{number}").write_text(json.dumps(figures))
     os._exit(0)  # without closing the many clients

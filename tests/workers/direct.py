@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faulty_stores import unseen_files
+from tuning import blocks_of
 from wrappers import WRAPPERS, Live
 
 from ft_ckpt import CheckpointSaver, latest, verify
@@ -101,10 +102,11 @@ def full_or_slow(full: bool, slow_seconds: float) -> None:
 def full_disk(wrapper: str, model: str, rank: int, each: str, folder: Path) -> None:
     """One rank's disk fills up: the others stop, all raise the same error, nothing is committed, old files stay."""
     live = live_model(wrapper, model)
-    saver = CheckpointSaver(live.accelerator, folder, each_rank_writes=each, io_block_bytes=1 << 16, **SHORT)
-    with faults.writes() as whole:
+    saver = CheckpointSaver(live.accelerator, folder, each_rank_writes=each, **SHORT)
+    with blocks_of(1 << 16), faults.writes() as whole:
         saver.save(live.model, step=1)
     with (
+        blocks_of(1 << 16),
         faults.writes(lambda: full_or_slow(rank == harness.RANK, 0.1)) as written,
         pytest.raises(NoSpaceError, match="No space left on device"),
     ):

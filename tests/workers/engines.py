@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from tuning import buckets_of
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed.gather import are_equal, gather_tensors, stream_chunks
@@ -85,7 +86,8 @@ def gathers(wrap) -> None:
     found = ModelTensors(wrap(build())).sources()
     assert list(found) == list(truth)
     for bucket_bytes, order in ((1 << 20, list(found)), (1, list(found)), (64, list(reversed(found)))):
-        full = gather_tensors([found[name] for name in order], current_ranks(), bucket_bytes)
+        with buckets_of(bucket_bytes):
+            full = gather_tensors([found[name] for name in order], current_ranks())
         assert set(full) == (set(truth) if RANK == 0 else set())
         assert all(torch.equal(full[name], truth[name]) for name in full)
     samples: dict[str, dict[str, float]] = {}
@@ -120,16 +122,18 @@ def comparing() -> None:
     with torch.no_grad():
         model[1].bias[6] += 1
     found = ModelTensors(fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))).sources()
-    assert are_equal(found["0.weight"], found["1.weight"], current_ranks(), 64)
-    assert are_equal(found["0.bias"], found["1.bias"], current_ranks(), 64) == (RANK != 0)
+    with buckets_of(64):
+        assert are_equal(found["0.weight"], found["1.weight"], current_ranks())
+        assert are_equal(found["0.bias"], found["1.bias"], current_ranks()) == (RANK != 0)
 
 
 def bounded() -> None:
     """A chunk is never larger than half the bucket, so that the other half can be on its way."""
     model = fully_shard(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 256)), mesh=init_device_mesh("cpu", (WORLD,)))
     largest = total = 0
-    for chunk in stream_chunks(list(ModelTensors(model).sources().values()), current_ranks(), 64 << 10):
-        largest, total = max(largest, chunk.data.nbytes), total + chunk.data.nbytes
+    with buckets_of(64 << 10):
+        for chunk in stream_chunks(list(ModelTensors(model).sources().values()), current_ranks()):
+            largest, total = max(largest, chunk.data.nbytes), total + chunk.data.nbytes
     assert largest <= 32 << 10
     assert total == (4 * (512 * 512 + 512 + 512 * 256 + 256) if RANK == 0 else 0)
 
@@ -148,11 +152,12 @@ def handed_over() -> None:
 def gathering_fails() -> None:
     """Rank 0 fails between two tensors; the others learn of it at once, not at their timeout."""
     begun, ranks = time.monotonic(), current_ranks(60)
-    feed = stream_chunks(list(ModelTensors(fsdp2(build())).sources().values()), ranks, 64)
+    feed = stream_chunks(list(ModelTensors(fsdp2(build())).sources().values()), ranks)
     error: BaseException | None = None
     try:
-        for _ in feed:
-            raise MemoryError("no room for the next one")
+        with buckets_of(64):
+            for _ in feed:
+                raise MemoryError("no room for the next one")
     except (MemoryError, RankError) as found:
         error = found
         feed.close()

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from resume import TOLD, live_model, optimizer_state, same, train
+from tuning import buckets_of
 from wrappers import Live, truth
 
 from ft_ckpt import CheckpointSaver
@@ -25,7 +26,7 @@ BUCKET = 1 << 16  # the minimum: many buckets even for a tiny model
 
 
 def saver_of(live: Live, folder: Path, **settings: Any) -> CheckpointSaver:
-    saver = CheckpointSaver(live.accelerator, folder, bucket_bytes=BUCKET, **TOLD, **settings)
+    saver = CheckpointSaver(live.accelerator, folder, **TOLD, **settings)
     saver.register(model=live.model, optimizer=live.optimizer)
     return saver
 
@@ -165,4 +166,5 @@ def case(name: str, folder: Path) -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    harness.run(case)
+    with buckets_of(BUCKET):
+        harness.run(case)

@@ -257,7 +257,7 @@ def optimizer_state(live: Live) -> dict[str, torch.Tensor]:
     local = training.local_state(items, found, {})
     facts, trees = training.exchange_facts(local, items, ranks, found)
     state = training.assemble_state(local, facts, trees, items, found, ranks.rank)
-    return gather_tensors([entry.source for entry in state.entries if entry.source is not None], ranks, 1 << 20)
+    return gather_tensors([entry.source for entry in state.entries if entry.source is not None], ranks)
 
 
 def same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from cases import SAVES
 from counting import CollectiveBytes, peak_memory
 from safetensors.torch import save_file
+from tuning import buckets_of
 from wrappers import WRAPPERS, Live, named_tensors, truth
 
 from ft_ckpt import CheckpointSaver
@@ -124,19 +125,21 @@ def saver_only(live: Live, folder: Path, settings: Settings) -> None:
 
 def streaming(live: Live, folder: Path, settings: Settings) -> None:
     """Rank 0 holds a bucket of 1 MiB, three blocks of 8 MiB to write from, and its own shard, never the whole model."""
-    with CheckpointSaver(live.accelerator, bucket_bytes=1 << 20, io_threads=1) as saver:
+    with buckets_of(1 << 20), CheckpointSaver(live.accelerator, io_threads=1) as saver:
         saver.save(torch.nn.Linear(3, 3), folder / "warm-up")  # whatever is imported on first use is imported here
         extra = peak_memory(lambda: saver.save(live.model, folder / "saved", **settings))
     whole = sum(tensor.numel() * tensor.element_size() for _, tensor in named_tensors(live.model))
     assert whole > 110 << 20, whole
     assert extra < whole / 3, f"{extra >> 20} MiB more than at rest for a model of {whole >> 20} MiB"
-    with CheckpointSaver(live.accelerator, bucket_bytes=48 << 20, each_rank_writes="off", io_threads=1) as saver:
+    saver = CheckpointSaver(live.accelerator, each_rank_writes="off", io_threads=1)
+    with buckets_of(48 << 20), saver:
         extra = peak_memory(lambda: saver.save(live.model, folder / "again", **settings))
     assert extra < (48 + 32) << 20, f"{extra >> 20} MiB more than at rest with a bucket of 48 MiB and 24 of blocks"
     growing = sorted(
         ModelTensors(live.model).sources().values(), key=lambda source: source.size_bytes
     )  # sorted, so that their buckets grow, too
-    places = {chunk.data.untyped_storage().data_ptr() for chunk in stream_chunks(growing, current_ranks(), 6 << 20)}
+    with buckets_of(6 << 20):
+        places = {chunk.data.untyped_storage().data_ptr() for chunk in stream_chunks(growing, current_ranks())}
     assert len(places) == (harness.RANK == 0), f"{len(places)} buffers: a chunk in use keeps the smaller ones alive"
     write_truth(live, folder)
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from harness import RANK, WORLD, run
 from torch import nn
+from tuning import buckets_of
 from wrappers import deepspeed_accelerator
 
 from ft_ckpt.distributed.gather import gather_tensors
@@ -130,7 +131,8 @@ def capture(live: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     described = json.loads(json.dumps(described))
     described["counters"] = EngineCounters(live).state_dict()
     captured = zero_optimizer.state_tensors(live.optimizer, described, found)
-    full = gather_tensors([*found.values(), *captured.values()], current_ranks(), 256)
+    with buckets_of(256):
+        full = gather_tensors([*found.values(), *captured.values()], current_ranks())
     shared = [full]
     dist.broadcast_object_list(shared)
     assert current_ranks().agree("descriptions", {"described": described}, same=("described",))

@@ -1,0 +1,22 @@
+"""Smaller buffers, so that small models take many of them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from ft_ckpt.distributed import gather
+from ft_ckpt.saving import write
+
+
+@contextmanager
+def buckets_of(size_bytes: int) -> Iterator[None]:
+    """Tensors are gathered and broadcast in buckets of `size_bytes`."""
+    with patch.object(gather, "BUCKET_BYTES", size_bytes):
+        yield
+
+
+@contextmanager
+def blocks_of(size_bytes: int) -> Iterator[None]:
+    """Saves write blocks of `size_bytes`, a multiple of 4096."""
+    with patch.object(write, "BLOCK_BYTES", size_bytes):
+        yield
