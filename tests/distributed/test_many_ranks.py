@@ -31,7 +31,7 @@ def shared(values, way, world, rank):
 
 
 def spans(share, ranks):
-    regions = files._own_regions(share, ranks, 1 << 20)
+    regions = files._own_regions(share, ranks)
     return [(region.start, region.start + region.size_bytes) for region in regions]
 
 
@@ -56,9 +56,7 @@ def test_every_byte_has_one_writer(shapes, way, world, block_bytes):
         looks = {0, 1, world // 2, world - 1, min(owners), max(owners)}
         found = {rank: shared(values, way, world, rank) for rank in looks}
         written = {
-            rank: [
-                (region.start, region.start + region.size_bytes) for region in files._own_regions(share, ranks, 1 << 20)
-            ]
+            rank: [(region.start, region.start + region.size_bytes) for region in files._own_regions(share, ranks)]
             for rank, share in found.items()
             for ranks in [Ranks(rank, world, HashStore())]
         }

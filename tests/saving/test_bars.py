@@ -40,7 +40,7 @@ RUN = """
     saver.close()
     again = ft_ckpt.CheckpointSaver(None, "run")
     again.resume(model=model, optimizer=optimizer)
-    ft_ckpt.load_model("run/checkpoint-1", mapped=False)
+    ft_ckpt.load_model("run/checkpoint-1", into=model)
     print("done")
     """
 

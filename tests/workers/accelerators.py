@@ -262,8 +262,9 @@ def load_onto(folder: Path) -> None:
     with CheckpointSaver(None, folder, **QUIET) as saver:
         for name in ("safetensors", "h5", "dual"):
             path = saver.save(model, folder / name, format=name).path
+            empty = Large().to(where)
             with later_copies(), small_blocks():
-                found = load_model(path, into=Large(), device=where)
+                found = load_model(path, into=empty, device=where)
             assert {one.device for one in found.state_dict().values()} == {where}
             assert {n: raw(tensor.cpu()) for n, tensor in found.state_dict().items()} == wanted
             file = next(one for one in path.glob("model.*") if one.suffix in (".safetensors", ".h5"))
