@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import ft_ckpt.engines.publish as publishing
 from ft_ckpt import CheckpointSaver, Keep, PublishReport, publish
 from ft_ckpt.checkpoint.prune import prune_run
+from ft_ckpt.engines import servers
 from ft_ckpt.errors import CheckpointError, CorruptError, EngineError, LoadError
 
 KINDS = ("vllm", "sglang")
@@ -299,10 +300,10 @@ def test_generation_goes_on_around_a_publish(files: EngineFiles) -> None:
         over, bad, count = threading.Event(), [], [0]
 
         def ask() -> None:
-            server = publishing.connect(publishing.Client(engine.url, timeout_seconds=20))
+            server = servers.connect(servers.Client(engine.url, timeout_seconds=20))
             try:
                 while not over.is_set():
-                    publishing.probe(server, "base")
+                    servers.probe(server, "base")
                     count[0] += 1
             except EngineError as error:
                 bad.append(error)
