@@ -19,6 +19,7 @@ from ft_ckpt.cli.describe import ModelFacts, adapter_name, facts_of_part
 from ft_ckpt.cli.options import print_lines, print_path
 from ft_ckpt.config import human_size
 from ft_ckpt.messages import printable
+from ft_ckpt.schema import values_of
 from ft_ckpt.storage.place import Place, location_name
 
 _NUMBERS = {"step", "size", "checkpoints"}  # right-aligned columns
@@ -138,7 +139,7 @@ def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
     manifest = info.manifest
     facts = {part.name: facts_of_part(info.store, part) for part in manifest.parts if part.kind != STATE}
     if as_json:
-        print_json({"path": info.path, **vars(manifest), "metrics": info.metrics, "models": facts})
+        print_json({"path": info.path, **values_of(manifest), "metrics": info.metrics, "models": facts})
         return
     if len(facts) == 1:
         (model,) = facts.values()
@@ -264,7 +265,7 @@ def print_json(value: Any) -> None:
 
 def _json_value(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        value = vars(value)
+        value = values_of(value)
     if isinstance(value, Mapping):
         return {str(key): _json_value(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,11 @@
 """Checkpoints that earlier versions wrote are verified, loaded, converted, resumed and pruned by this one."""
 
+import json
 import shutil
+import subprocess
 import sys
 import warnings
+from dataclasses import fields
 
 import pytest
 import torch
@@ -11,7 +14,8 @@ from safetensors.torch import load_file
 
 from ft_ckpt import CheckpointSaver, Writer, convert, latest, load_model, pull, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_from_json, manifest_to_json
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, manifest_from_json, manifest_to_json
+from ft_ckpt.storage.digests import FileRecord
 
 sys.path.insert(0, str(TESTS / "golden"))
 from make_checkpoints import (
@@ -93,6 +97,14 @@ def test_a_manifest_that_is_written_again_has_the_same_text(version):
         assert manifest_to_json(again) == manifest_to_json(manifest), path
         if version == VERSIONS[-1]:  # earlier ones lack fields
             assert manifest_to_json(manifest) == path.read_text(), path
+
+
+def test_show_prints_the_fields_that_an_early_manifest_lacks():
+    path = GOLDEN / VERSIONS[0] / "full"
+    command = [sys.executable, "-m", "ft_ckpt", "show", str(path), "--json"]
+    shown = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert {declared.name for declared in fields(Manifest)} <= shown.keys()
+    assert {declared.name for declared in fields(FileRecord)} == shown["files"][0].keys()
 
 
 @pytest.mark.parametrize(("version", "name"), cases(["composite"]))
