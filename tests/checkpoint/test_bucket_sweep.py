@@ -4,9 +4,9 @@ from contextlib import suppress
 
 import pytest
 from buckets import new_bucket
-from faults import save_with_state
 from faulty_stores import CountingStore
 from seeds import next_call
+from small_checkpoints import save_with_state
 from watched_stores import Stopped, Watch, all_interleavings, stopping_at
 
 from ft_ckpt.checkpoint import guards, leases

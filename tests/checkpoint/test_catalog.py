@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from faults import contents, make_checkpoint, rewrite_manifest, save, signed
 from seeds import chosen_seed
+from small_checkpoints import contents, make_checkpoint, rewrite_manifest, save, signed
 
 from ft_ckpt.checkpoint import checks
 from ft_ckpt.checkpoint.catalog import discover, latest, read_manifest, verify

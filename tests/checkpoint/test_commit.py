@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from faults import contents, dies_at, in_child, make_checkpoint, save, stop_at
+from faults import dies_at, in_child, stop_at
+from small_checkpoints import contents, make_checkpoint, save
 
 from ft_ckpt.checkpoint.catalog import latest, read_manifest, verify
 from ft_ckpt.checkpoint.commit import (

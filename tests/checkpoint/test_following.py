@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from buckets import in_bucket, new_bucket
-from faults import dies_at, save, save_of
+from faults import dies_at
+from small_checkpoints import save, save_of
 
 import ft_ckpt
 from ft_ckpt.checkpoint.bucket_delete import settle_in_bucket

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 from buckets import in_bucket, new_bucket
-from faults import make_checkpoint, rewrite_manifest, save
 from faulty_stores import CountingStore, RefusingStore, TornStore, Wrapped
 from s3_server import FAST, Fault
+from small_checkpoints import make_checkpoint, rewrite_manifest, save
 
 from ft_ckpt.checkpoint.catalog import (
     best,

@@ -9,7 +9,8 @@ import sys
 import time
 
 import pytest
-from faults import contents, dies_at, in_child, save
+from faults import dies_at, in_child
+from small_checkpoints import contents, save
 
 from ft_ckpt.checkpoint import guards, leases
 from ft_ckpt.checkpoint.catalog import verify

@@ -18,10 +18,11 @@ import models
 import peft
 import pytest
 import torch
-from faults import dies_at, edit
+from faults import dies_at
 from launch import run_python
 from safetensors import safe_open
 from seeds import chosen_seed
+from small_checkpoints import edit
 from torch import nn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 

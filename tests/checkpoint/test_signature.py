@@ -16,8 +16,9 @@ from pathlib import Path
 import models
 import pytest
 from buckets import in_bucket, new_bucket
-from faults import contents, dies_at, make_checkpoint, rewrite_manifest, save, save_with_state
+from faults import dies_at
 from launch import run_python
+from small_checkpoints import contents, make_checkpoint, rewrite_manifest, save, save_with_state
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver

@@ -13,17 +13,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from faults import (
-    contents,
-    dies_at,
-    make_checkpoint,
-    manifest_of,
-    save,
-    save_of,
-    save_with_state,
-    stop_at,
-)
+from faults import dies_at, stop_at
 from seeds import next_call
+from small_checkpoints import contents, make_checkpoint, manifest_of, save, save_of, save_with_state
 
 from ft_ckpt.checkpoint.catalog import discover, read_manifest, verify
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import models
 import pytest
 import torch
-from faults import contents
 from s3_server import FAST, Fault
+from small_checkpoints import contents
 from transformers import Trainer, TrainingArguments
 
 from ft_ckpt import CheckpointSaver, Keep, average, best, convert, latest, open_place, sync, verify

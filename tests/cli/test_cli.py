@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from faults import make_checkpoint, manifest_of, save, save_of, save_with_state
 from launch import run_python
+from small_checkpoints import make_checkpoint, manifest_of, save, save_of, save_with_state
 
 from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage

@@ -5,9 +5,9 @@ import shutil
 
 import models
 import pytest
-from faults import save
 from launch import run_python
 from peft import LoraConfig, get_peft_model
+from small_checkpoints import save
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 from buckets import new_bucket
-from faults import save
 from faulty_stores import Wrapped
 from mounted import mounted, needs_fuse
+from small_checkpoints import save
 
 from ft_ckpt import verify
 from ft_ckpt.checkpoint.commit import check_target

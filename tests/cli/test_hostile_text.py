@@ -23,8 +23,8 @@ import models
 import pytest
 import torch
 from buckets import new_bucket
-from faults import edit, rewrite_manifest
 from seeds import chosen_seed
+from small_checkpoints import edit, rewrite_manifest
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from faults import save
+from small_checkpoints import save
 from test_cli import ft_ckpt, ft_ckpt_alone
 
 from ft_ckpt.cli.plan import PlannedRun, best_steps, human_time, interval_rows, total_overhead

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from buckets import in_bucket
-from faults import edit, rewrite_manifest, save_of
+from small_checkpoints import edit, rewrite_manifest, save_of
 from test_cli import ft_ckpt as run_command
 from training import QUIET, prepared
 

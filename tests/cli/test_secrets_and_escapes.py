@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from faults import rewrite_manifest, save_with_state
 from hub_server import Fault as HubFault
 from hub_server import serving_hub, using_hub
 from huggingface_hub.utils import _http
 from s3_server import Fault
+from small_checkpoints import rewrite_manifest, save_with_state
 from test_hostile_text import MARK, NAME_MARK, problems_in, run_command
 
 import ft_ckpt

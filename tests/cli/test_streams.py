@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults import rewrite_manifest, save_with_state
+from small_checkpoints import rewrite_manifest, save_with_state
 
 RUN = [sys.executable, "-c", "from ft_ckpt.cli import main; main()"]
 

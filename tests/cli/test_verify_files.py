@@ -1,7 +1,7 @@
 """`ft-ckpt verify` of single files, and of runs that it cannot read all of; `report` of what is no run."""
 
 import pytest
-from faults import save, save_with_state
+from small_checkpoints import save, save_with_state
 
 from ft_ckpt.checkpoint import verify
 from ft_ckpt.checkpoint.verify import verify_listed

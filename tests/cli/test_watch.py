@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from faults import contents, save, save_of
 from launch import run_python
+from small_checkpoints import contents, save, save_of
 
 import ft_ckpt
 from ft_ckpt.checkpoint.catalog import discover

@@ -8,7 +8,7 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
-from faults import save
+from small_checkpoints import save
 
 from ft_ckpt.cli import COMMANDS, main
 

@@ -10,11 +10,11 @@ import peft
 import pytest
 import torch
 from compare import assert_same_tensors, logits, stored
-from faults import edit
 from launch import run_python
 from methods import low_rank, with_adapter
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from small_checkpoints import edit
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM

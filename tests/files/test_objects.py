@@ -7,9 +7,9 @@ import math
 import os
 import struct
 
-import faults
 import numpy as np
 import pytest
+import small_checkpoints
 import torch
 from contract_format import FormatContract, equal
 from hypothesis import HealthCheck, given, settings
@@ -370,7 +370,7 @@ def test_verify_verifies_or_says_that_it_cannot(kind, tmp_path):
 
 
 def test_verify_goes_by_the_manifest_beside_a_file(tmp_path):
-    faults.save(tmp_path / "c")
+    small_checkpoints.save(tmp_path / "c")
     file = tmp_path / "c" / "model.safetensors"
     load(file, verify=True)
     content = bytearray(file.read_bytes())

@@ -15,10 +15,10 @@ import models
 import pytest
 import torch
 from compare import assert_agree, logits
-from faults import edit
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from seeds import chosen_seed
+from small_checkpoints import edit
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from architectures import ARCHITECTURES, make
 from compare import logits
-from faults import edit
 from methods import METHODS, UNMERGEABLE, with_adapter
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
+from small_checkpoints import edit
 from transformers import AutoModelForCausalLM
 
 import ft_ckpt

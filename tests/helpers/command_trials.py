@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from faults import contents
 from places import WORKERS, python_path
 from s3_server import BUCKET, S3, Asked, Fault
+from small_checkpoints import contents
 
 from ft_ckpt import verify
 from ft_ckpt.checkpoint import guards

@@ -7,9 +7,9 @@ import peft
 import pytest
 import torch
 from compare import assert_agree, logits
-from faults import edit
 from models import trained
 from quantised_weights import pack_linear_layers
+from small_checkpoints import edit
 from transformers import Qwen3ForCausalLM, TorchAoConfig
 
 import ft_ckpt

@@ -8,7 +8,7 @@ import models
 import pytest
 import torch
 from buckets import in_bucket, new_bucket
-from faults import make_checkpoint, save
+from small_checkpoints import make_checkpoint, save
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver

@@ -6,7 +6,7 @@ import models
 import pytest
 import torch
 from accelerate import Accelerator
-from faults import save
+from small_checkpoints import save
 from transformers import TrainerState
 
 import ft_ckpt

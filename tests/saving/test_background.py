@@ -14,9 +14,9 @@ import psutil
 import pytest
 import torch
 import training
-from faults import contents
 from launch import run_and_signal, run_cases, run_python, selected
 from safetensors.torch import load_file
+from small_checkpoints import contents
 from torch import nn
 
 from ft_ckpt import CheckpointSaver, Every, Keep, SaveReport, latest, verify

@@ -7,11 +7,11 @@ import random
 
 import pytest
 import xxhash
-from faults import digest_like, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import run_cases, selected
 from seeds import examples
+from small_checkpoints import digest_like, save
 
 from ft_ckpt.checkpoint import checks
 from ft_ckpt.errors import CorruptError

@@ -7,7 +7,7 @@ import models
 import peft
 import pytest
 import torch
-from faults import contents
+from small_checkpoints import contents
 
 from ft_ckpt import CheckpointSaver, load_model, verify
 from ft_ckpt.saving import background

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import models
 import pytest
 import torch
-from faults import digest_like
 from held import WAYS, planned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 from seeds import examples
+from small_checkpoints import digest_like
 from torch import nn
 from torch.distributed import HashStore
 from tuning import blocks_of

@@ -13,7 +13,7 @@ import models
 import pytest
 import torch
 from buckets import in_bucket
-from faults import save_with_state
+from small_checkpoints import save_with_state
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep

@@ -9,8 +9,8 @@ from itertools import chain
 import models
 import pytest
 import torch
-from faults import rewrite_manifest
 from methods import UNMERGEABLE, with_adapter
+from small_checkpoints import rewrite_manifest
 from torch import nn
 from training import QUIET, begin, go_on, network, prepared, train, whole
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from faults import edit
 from seeds import chosen_seed
+from small_checkpoints import edit
 from training import QUIET, prepared, train
 
 from ft_ckpt import CheckpointSaver

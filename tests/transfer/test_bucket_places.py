@@ -10,8 +10,8 @@ import time
 import models
 import pytest
 from buckets import new_bucket
-from faults import contents, save, save_with_state
 from s3_server import FAST
+from small_checkpoints import contents, save, save_with_state
 from test_copies import FROZEN, save_large
 
 from ft_ckpt import CheckpointSaver, open_place, pull, push, verify

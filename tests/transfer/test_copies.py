@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 from broken_lines import broken_line
 from buckets import new_bucket
-from faults import contents, dies_at, make_checkpoint, save_with_state
+from faults import dies_at
 from seeds import next_call
+from small_checkpoints import contents, make_checkpoint, save_with_state
 from watched_stores import Stopped, Watch, stopping_at
 
 from ft_ckpt import copy, verify

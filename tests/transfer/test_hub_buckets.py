@@ -17,13 +17,13 @@ from types import SimpleNamespace
 import models
 import pytest
 import torch
-from faults import contents, save_with_state
 from hub_bucket_server import Bucket, copy_as_client, serving_buckets, using_buckets
 from hub_server import TOKEN, Fault
 from huggingface_hub import HfApi
 from huggingface_hub.utils import _http
 from places import python_path
 from seeds import chosen_seed
+from small_checkpoints import contents, save_with_state
 from test_copies import FROZEN, FROZEN_BYTES, save_large
 
 import ft_ckpt

@@ -7,10 +7,10 @@ import random
 
 import pytest
 from command_trials import CommandServer, CommandTrials, all_deaths
-from faults import contents, save_with_state
 from hub_server import serving_hub
 from s3_server import running_s3
 from seeds import chosen_seed
+from small_checkpoints import contents, save_with_state
 
 EVERYWHERE = ["sync", "sync --delete", "prune", "cp", "cp --overwrite", "convert", "convert --overwrite"]
 EVERYWHERE += ["convert to a file", "convert over a file", "convert by a library", "average", "average --overwrite"]

@@ -5,8 +5,8 @@ import json
 import pytest
 from broken_lines import broken_line
 from buckets import new_bucket
-from faults import rewrite_manifest, save_of, save_with_state
 from hub_bucket_server import serving_buckets, using_buckets
+from small_checkpoints import rewrite_manifest, save_of, save_with_state
 from test_bucket_places import command
 from test_copies import FROZEN, files_of, save_large
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import models
 import torch
-from faults import contents
+from small_checkpoints import contents
 from torch import distributed, nn
 
 import ft_ckpt

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any, TextIO
 
 import torch
-from faults import make_checkpoint, manifest_of, write_safetensors
+from small_checkpoints import make_checkpoint, manifest_of, write_safetensors
 
 import ft_ckpt
 from ft_ckpt import Keep

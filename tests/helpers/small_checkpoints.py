@@ -1,0 +1,139 @@
+"""Small checkpoints written by hand: their files, manifests and contents."""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord, manifest_to_json
+from ft_ckpt.formats.layout import TensorRecord
+from ft_ckpt.storage.digests import FileRecord, digest_of_open, read_record
+from ft_ckpt.storage.local_file import open_local_file
+from ft_ckpt.storage.local_store import LocalStore
+
+Folder = str | os.PathLike[str]
+
+
+def make_checkpoint(
+    folder: Folder, *, step: int = 1, shards: int = 1, kind: str = "model", parts: Sequence[str] = ("",)
+) -> Manifest:
+    """Fill `folder` with a checkpoint of small `parts`, but not its manifest; each byte of its weights is `step`."""
+    records = [_make_part(Path(folder), part, step, shards, kind) for part in parts]
+    return manifest_of(folder, records, step)
+
+
+def _make_part(folder: Path, part: str, step: int, shards: int, kind: str) -> PartRecord:
+    (folder / part).mkdir(parents=True, exist_ok=True)
+    stem = "adapter_model" if kind == "adapter" else "model"
+    names = [f"layers.{number}.weight" for number in range(4)]
+    records: list[TensorRecord] = []
+    where: dict[str, str] = {}
+    for shard in range(shards):
+        file = f"{stem}.safetensors" if shards == 1 else f"{stem}-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        records += write_safetensors(folder / part / file, names[shard::shards], step, (Path(part) / file).as_posix())
+        where |= dict.fromkeys(names[shard::shards], file)
+    if shards > 1:
+        index = {"metadata": {}, "weight_map": where}
+        (folder / part / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+    config = "adapter_config.json" if kind == "adapter" else "config.json"
+    (folder / part / config).write_text(json.dumps({"step": step}))
+    return PartRecord(part, part, kind, "safetensors", "Tiny", tuple(records))
+
+
+def manifest_of(folder: Folder, parts: Iterable[PartRecord], step: int) -> Manifest:
+    paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    files = [read_record(LocalStore(Path(folder)), path.relative_to(folder).as_posix()) for path in paths]
+    created = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=step)  # the same save, the same bytes
+    return Manifest(tuple(parts), tuple(files), "full", created.isoformat(), step=step)
+
+
+def digest_like(path: Path, record: FileRecord) -> str:
+    """The digest of a file, taken the way the one in `record` was."""
+    with closing(open_local_file(path)) as opened:
+        return digest_of_open(opened, record)
+
+
+def write_safetensors(path: Path, names: Sequence[str], fill: int, file: str) -> list[TensorRecord]:
+    """A float32 [2, 3] tensor for each name, as the format has it: length, JSON header, bytes."""
+    entries = {n: {"dtype": "F32", "shape": [2, 3], "data_offsets": [24 * i, 24 * i + 24]} for i, n in enumerate(names)}
+    header = json.dumps(entries).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes([fill % 256]) * 24 * len(names))
+    first = 8 + len(header)
+    return [TensorRecord(n, (2, 3), "float32", file, first + 24 * i, first + 24 * i + 24) for i, n in enumerate(names)]
+
+
+def save(target: Folder, **what: Any) -> Manifest:
+    """A checkpoint made and committed as a saver would."""
+    stage = open_stage(Path(target))
+    manifest = make_checkpoint(stage, **what)
+    commit_stage(stage, Path(target), manifest)
+    return manifest
+
+
+def rewrite_manifest(checkpoint: Folder, change: Callable[[dict[str, Any]], object]) -> None:
+    """Edit the JSON of the manifest with `change` and sign it with a valid digest."""
+    file = Path(checkpoint) / MANIFEST_NAME
+    document = json.loads(file.read_text())
+    document.pop("digest", None)
+    change(document)
+    file.write_text(signed(json.dumps(document, indent=1)))
+
+
+def signed(text: str) -> str:
+    """The JSON object `text` with the digest that makes it a manifest."""
+    digest = f"xxh3-128:{xxhash.xxh3_128_hexdigest(text.encode())}"
+    return text.replace("{\n", f'{{\n  "digest": "{digest}",\n', 1)
+
+
+def contents(folder: Folder) -> dict[str, bytes]:
+    """Everything below `folder`, hidden or not: relative path to bytes; to the target for a symbolic link."""
+    return {path.relative_to(folder).as_posix(): _content(path) for path in Path(folder).rglob("*")}
+
+
+def _content(path: Path) -> bytes:
+    if path.is_symlink():
+        return bytes(path.readlink())
+    return b"" if path.is_dir() else path.read_bytes()
+
+
+def save_with_state(target: Folder, step: int, *, world: int = 2, **facts: Any) -> None:
+    """A checkpoint with a training state: a file for each rank, all with the same names, and a JSON file."""
+    stage = open_stage(Path(target))
+    parts = list(make_checkpoint(stage, step=step).parts)
+    (stage / "state").mkdir()
+    records = []
+    for rank in range(world):
+        file = f"state/rank-{rank}.safetensors"
+        records += write_safetensors(stage / file, ["momentum", f"rng.{rank}"], step, file)
+    (stage / "state" / "position.json").write_text(json.dumps({"step": step}))
+    parts.append(PartRecord("state", "state", "state", "safetensors", "", tuple(records)))
+    commit_stage(stage, Path(target), replace(manifest_of(stage, parts, step), **facts))
+
+
+def save_of(target: Folder, **facts: Any) -> None:
+    """A checkpoint with those `facts` in its manifest."""
+    stage = open_stage(Path(target))
+    commit_stage(stage, Path(target), replace(make_checkpoint(stage), **facts))
+
+
+def edit(folder: Path, name: str, text: bytes | str) -> None:
+    """Write a file and update its record in the manifest."""
+    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    manifest = read_manifest(folder)
+    known = next((file for file in manifest.files if file.path == name), manifest.files[0])
+    files = (*(f for f in manifest.files if f.path != name), _described(folder, known, name))
+    (folder / MANIFEST_NAME).write_text(manifest_to_json(replace(manifest, files=files)))
+
+
+def _described(folder: Path, known: FileRecord, name: str) -> FileRecord:
+    """The record of a file as it is now."""
+    found = read_record(LocalStore(folder), name)
+    return replace(known, path=name, size_bytes=found.size_bytes, digest=found.digest)
