@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import settings
 from launch import share_nursery
+from on_ranks import launches_of
 from places import HELPERS
 from s3_server import S3, running_s3
 from seeds import examples
@@ -150,6 +151,13 @@ def _spread_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Have ext4 put each test's folder into another block group: in a full one it searches past all deleted files."""
     with suppress(FileNotFoundError):  # not Linux
         subprocess.run(["chattr", "+T", tmp_path_factory.getbasetemp()], stderr=subprocess.DEVNULL, check=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _launches(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The ranks that the tests of a file run on, see tests/helpers/on_ranks.py."""
+    with launches_of(request.path):
+        yield
 
 
 @pytest.fixture(autouse=True)

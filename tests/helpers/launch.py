@@ -47,11 +47,11 @@ def launch(
 ) -> Result:
     """Run `tests/workers/{worker}.py` on `ranks` processes for at most `timeout` seconds; leaves no process behind."""
     # The worker prints every rank's stack shortly before it would be killed.
-    environment = _environment({"STACKS_AFTER": str(max(timeout - 15, timeout / 2)), **(env or {})})
+    environment = {"STACKS_AFTER": str(max(timeout - 15, timeout / 2)), **(env or {})}
     with tempfile.NamedTemporaryFile("w+", errors="replace") as log:
         path = Path(log.name)
         with _begun(WORKERS / f"{worker}.py", args, ranks, environment, path, path) as process:
-            returncode = _end(process, timeout)
+            returncode = _nursery().end(process, timeout)
         extensions.drop_stale_locks()  # a rank may have been killed while it held one
         log.seek(0)
         return Result(log.read(), returncode)
@@ -109,9 +109,9 @@ def run_python(
     `begun` is called with the process id.
     """
     with _program(code) as (script, output, errors):
-        with _begun(script, args, 0, _environment(env or {}), output, errors, cwd) as process:
+        with _begun(script, args, 0, env or {}, output, errors, cwd) as process:
             begun(process)
-            returncode = _end(process, timeout)
+            returncode = _nursery().end(process, timeout)
         return subprocess.CompletedProcess([code, *map(str, args)], returncode, output.read_text(), errors.read_text())
 
 
@@ -122,12 +122,12 @@ def run_and_signal(
     with _program(code) as (script, output, errors):
         output.unlink()
         os.mkfifo(output)
-        with _begun(script, args, 0, _environment({}), output, errors) as process:
+        with _begun(script, args, 0, {}, output, errors) as process:
             with output.open() as said:
                 until(said)
                 os.kill(process, number)
                 rest = said.read()
-            returncode = _end(process, 60)
+            returncode = _nursery().end(process, 60)
         return subprocess.CompletedProcess([code, *map(str, args)], returncode, rest, errors.read_text())
 
 
@@ -168,27 +168,57 @@ def share_nursery() -> None:
     os.environ[NURSERY] = path
 
 
+class Nursery:
+    """A connection with the server, which runs one program or launch at a time for it."""
+
+    def __init__(self) -> None:
+        if NURSERY not in os.environ:
+            share_nursery()
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.connect(os.environ[NURSERY])
+        self.socket.sendall(b" ")  # without file descriptors, see worker.py
+        assert self.answer() == "ready", "tests/helpers/nursery.py did not start"
+
+    def answer(self) -> str:
+        """One line of the server. A buffered read may take two at once, and `select` never sees the second."""
+        line = b""
+        while not line.endswith(b"\n"):
+            byte = self.socket.recv(1)
+            if not byte:
+                raise EOFError(f"tests/helpers/nursery.py ended after {line!r}")
+            line += byte
+        return line.decode().strip()
+
+    def begin(
+        self,
+        script: Path,
+        args: Sequence[object],
+        ranks: int,
+        env: Mapping[str, str],
+        output: Path,
+        errors: Path,
+        cwd: Path | None = None,
+    ) -> int:
+        """The id of a process that the server forks; `env` is added to this process's variables."""
+        arguments = [str(argument) for argument in args]
+        folder = str(cwd or Path.cwd())
+        request = [str(script), arguments, ranks, _environment(env), folder, str(output), str(errors)]
+        self.socket.sendall(json.dumps(request).encode() + b"\n")
+        return int(self.answer())
+
+    def end(self, process: int, timeout: float) -> int:
+        """Wait for the process: its exit status, or TIMED_OUT if it had to be killed."""
+        ended = select.select([self.socket], [], [], timeout)[0]
+        if not ended:
+            _kill_tree(process)
+        returncode = int(self.answer())
+        return returncode if ended else TIMED_OUT
+
+
 @cache
-def _nursery() -> socket.socket:
+def _nursery() -> Nursery:
     """The connection of this process with the server."""
-    if NURSERY not in os.environ:
-        share_nursery()
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(os.environ[NURSERY])
-    connection.sendall(b" ")  # without file descriptors, see worker.py
-    assert _answer(connection) == "ready", "tests/helpers/nursery.py did not start"
-    return connection
-
-
-def _answer(server: socket.socket) -> str:
-    """One line of the server. A buffered read may take two at once, and `select` never sees the second."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = server.recv(1)
-        if not byte:
-            raise EOFError(f"tests/helpers/nursery.py ended after {line!r}")
-        line += byte
-    return line.decode().strip()
+    return Nursery()
 
 
 @contextmanager
@@ -196,7 +226,7 @@ def _begun(
     script: Path,
     args: Sequence[object],
     ranks: int,
-    environment: Mapping[str, str],
+    env: Mapping[str, str],
     output: Path,
     errors: Path,
     cwd: Path | None = None,
@@ -207,27 +237,14 @@ def _begun(
     read the answer that was left in it.
     """
     server = _nursery()
-    arguments = [str(argument) for argument in args]
-    request = [str(script), arguments, ranks, environment, str(cwd or Path.cwd()), str(output), str(errors)]
-    server.sendall(json.dumps(request).encode() + b"\n")
-    process = int(_answer(server))
+    process = server.begin(script, args, ranks, env, output, errors, cwd)
     try:
         yield process
     except BaseException:
         _kill_tree(process)
         _nursery.cache_clear()
-        server.close()
+        server.socket.close()
         raise
-
-
-def _end(process: int, timeout: float) -> int:
-    """Wait for the last process: its exit status, or TIMED_OUT if it had to be killed."""
-    server = _nursery()
-    ended = select.select([server], [], [], timeout)[0]
-    if not ended:
-        _kill_tree(process)
-    returncode = int(_answer(server))
-    return returncode if ended else TIMED_OUT
 
 
 def _kill_tree(number: int) -> None:

@@ -2,18 +2,18 @@
 
 import importlib.util
 
+import models
 import pytest
-from launch import run_cases, selected
+import torch
+import torch.distributed as dist
+from exact_runs import exact, leave, live_model, optimizer_state, same, saver_of, take
+from on_ranks import RANK, call_on_ranks, on_ranks
+from wrappers import truth
 
-WRAPPERS = ("ddp", "fsdp1", "fsdp1_flat", "fsdp1_mixed", "fsdp2", "fsdp2_mixed", "ddp_compiled")
-SAME = [f"exact/{wrapper}/llama" for wrapper in WRAPPERS]
-OTHERS = [
-    "exact/fsdp2/lora",
-    "exact/ddp/partly_frozen",
-    "exact/fsdp1/lora",
-    "exact/ddp/mixtral",
-    "exact/fsdp2_accelerate/llama",
-]
+import ft_ckpt
+from ft_ckpt import CheckpointSaver
+from ft_ckpt.errors import LoadError
+
 ELASTIC = [
     ("ddp", 2, "fsdp2", 2),
     ("fsdp2", 2, "none", 1),
@@ -28,77 +28,130 @@ MESHES = [
     ("mesh_experts_tensor", 4, "mesh_tensor_fsdp", 4),
     ("none", 1, "mesh_experts_hybrid", 4),
 ]
-MOVED = ["move/ddp/gpt2", "move/fsdp2_accelerate/llama"]
-INTO = [
-    "into/ddp/llama",
-    "into/fsdp1/llama",
-    "into/fsdp1_flat/qwen3",
-    "into/fsdp2/mixtral",
-    "into/tensor_parallel/qwen3",
-]
 ZERO = {"DS_ACCELERATOR": "cpu"}
 
 
-@pytest.fixture(scope="module")
-def exact(request, tmp_path_factory):
-    cases = selected(request, SAME + MOVED + INTO + OTHERS)  # the last one turns all later Accelerators to FSDP
-    return run_cases("resume", cases, tmp_path_factory.mktemp("exact"), timeout=280)
+@pytest.mark.sample("ddp", "fsdp1", "fsdp2")
+@pytest.mark.parametrize(
+    "wrapper", ["ddp", "fsdp1", "fsdp1_flat", "fsdp1_mixed", "fsdp2", "fsdp2_mixed", "ddp_compiled"]
+)
+@on_ranks(2)
+def test_the_next_losses_are_the_same_bits(tmp_path, wrapper):
+    exact(wrapper, "llama", tmp_path)
 
 
-@pytest.mark.sample("exact/ddp/llama", "exact/fsdp1/llama", "exact/fsdp2/llama")
-@pytest.mark.parametrize("case", SAME)
-def test_the_next_losses_are_the_same_bits(exact, case):
-    assert exact[case] == ""
+OTHERS = [("fsdp2", "lora"), ("ddp", "partly_frozen"), ("fsdp1", "lora"), ("ddp", "mixtral")]
 
 
-@pytest.mark.sample("exact/fsdp2/lora")
-@pytest.mark.parametrize("case", OTHERS)
-def test_adapters_frozen_layers_and_converted_names_too(exact, case):
-    assert exact[case] == ""
+@pytest.mark.sample("fsdp2-lora")
+@pytest.mark.parametrize(("wrapper", "model"), OTHERS)
+@on_ranks(2)
+def test_adapters_frozen_layers_and_converted_names_too(tmp_path, wrapper, model):
+    exact(wrapper, model, tmp_path)
 
 
-@pytest.mark.sample("move/ddp/gpt2")
-@pytest.mark.parametrize("case", MOVED)
-def test_folders_of_save_state_are_resumed_under_ddp(exact, case):
-    assert exact[case] == ""
+@pytest.mark.slow
+@on_ranks(2, alone=True)  # Accelerate stays with FSDP
+def test_fsdp_by_accelerate(tmp_path):
+    exact("fsdp2_accelerate", "llama", tmp_path)
 
 
-@pytest.mark.sample("into/fsdp2/mixtral")
-@pytest.mark.parametrize("case", INTO)
-def test_weights_alone_go_into_wrapped_models(exact, case):
-    """What FSDP2 has cut could not be filled at all."""
-    assert exact[case] == ""
+@pytest.mark.sample("ddp-gpt2")
+@pytest.mark.parametrize(("wrapper", "model"), [("ddp", "gpt2"), ("fsdp2_accelerate", "llama")])
+@on_ranks(2, alone=True)  # Accelerate stays with FSDP
+def test_folders_of_save_state_are_resumed_under_ddp(tmp_path, wrapper, model):
+    """Resume from a folder that accelerate's save_state wrote under DDP; under FSDP it is refused."""
+    live = live_model("ddp", model)
+    for step in range(2):
+        live.step(models.batch(seed=97 * step + RANK))
+    live.accelerator.save_state(str(tmp_path / "theirs"))
+    dist.barrier()
+    expected = truth(live), optimizer_state(live), [torch.rand(()) for _ in range(2)]
+    losses = [live.step(models.batch(seed=97 * step + RANK)) for step in range(2, 4)]
+    fresh = live_model(wrapper, model, seed=1)
+    with saver_of(fresh, tmp_path / "run") as saver:
+        if wrapper.startswith("fsdp"):
+            with pytest.raises(LoadError, match=r"by pickles under FSDP, expected a plain model or DDP"):
+                saver.resume(tmp_path / "theirs")
+            return
+        progress = saver.resume(tmp_path / "theirs")
+        assert (progress.step, progress.report.problems) == (2, ()), progress
+        found = truth(fresh), optimizer_state(fresh), [torch.rand(()) for _ in range(2)]
+        same(expected[0], found[0])
+        same(expected[1], found[1])
+        assert expected[2] == found[2]
+        again = [fresh.step(models.batch(seed=97 * step + RANK)) for step in range(2, 4)]
+        assert again == losses
+        saver.save_state(path=tmp_path / "ours")
+
+
+INTO = [
+    ("ddp", "llama"),
+    ("fsdp1", "llama"),
+    ("fsdp1_flat", "qwen3"),
+    ("fsdp2", "mixtral"),
+    ("tensor_parallel", "qwen3"),
+]
+
+
+@pytest.mark.sample("fsdp2-mixtral")
+@pytest.mark.parametrize(("wrapper", "model"), INTO)
+@on_ranks(2)
+def test_weights_alone_go_into_wrapped_models(tmp_path, wrapper, model):
+    """`load_model(into=)` fills each rank's shards."""
+    plain = models.build(model, 5)
+    CheckpointSaver().save(plain, tmp_path / "out")
+    live = live_model(wrapper, model, seed=1)
+    live.step(models.batch(seed=1))
+    assert ft_ckpt.load_model(tmp_path / "out", into=live.model) is live.model
+    same({name: tensor.detach() for name, tensor in plain.state_dict().items()}, truth(live))
+    live.step(models.batch(seed=2))
 
 
 @pytest.mark.sample("fsdp2-2-none-1")
-@pytest.mark.parametrize(("before", "ranks", "after", "more"), ELASTIC, ids=lambda value: str(value))
+@pytest.mark.parametrize(("before", "ranks", "after", "more"), ELASTIC)
 def test_another_number_of_ranks_under_another_wrapper(tmp_path, before, ranks, after, more):
     """A run that can only go on with as many devices as it began with."""
-    left = f"leave/{before}/llama"
-    assert run_cases("resume", [left], tmp_path / "first", ranks)[left] == ""
-    taken = f"take/{after}/llama"
-    env = {"LEFT": str(tmp_path / "first" / left)}
-    assert run_cases("resume", [taken], tmp_path / "second", more, env=env)[taken] == ""
+    call_on_ranks(ranks, leave, before, "llama", tmp_path)
+    call_on_ranks(more, take, after, "llama", tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "ranks", "after", "more"), MESHES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("before", "ranks", "after", "more"), MESHES)
 def test_another_mesh_of_transformers(tmp_path, before, ranks, after, more):
     """Strided shards, packed experts and experts spread over ranks are read by geometry."""
-    first = [f"exact/{before}/experts", f"leave/{before}/experts"]
-    assert run_cases("resume", first, tmp_path / "first", ranks) == dict.fromkeys(first, "")
-    taken = f"take/{after}/experts"
-    env = {"LEFT": str(tmp_path / "first" / first[1])}
-    assert run_cases("resume", [taken], tmp_path / "second", more, env=env)[taken] == ""
+    call_on_ranks(ranks, exact, before, "experts", tmp_path / "exact", launch="meshes")
+    call_on_ranks(ranks, leave, before, "experts", tmp_path, launch="meshes")
+    call_on_ranks(more, take, after, "experts", tmp_path, launch="meshes")
+
+
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
+ENGINES = [("zero1", "partly_frozen"), ("zero2", "llama"), ("zero3", "lora")]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
-def test_under_zero_and_out_of_it(tmp_path):
+@needs_deepspeed
+@pytest.mark.parametrize(("wrapper", "model"), ENGINES)
+@on_ranks(2, group_seconds=None, env=ZERO, timeout=280)
+def test_under_zero(tmp_path, wrapper, model):
+    exact(wrapper, model, tmp_path)
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_out_of_zero(tmp_path):
     """DeepSpeed refuses another number of ranks."""
-    cases = ["exact/zero1/partly_frozen", "exact/zero2/llama", "exact/zero3/lora", "leave/zero3/llama"]
-    cases += ["into/zero2/llama", "into/zero3/llama"]
-    outcomes = run_cases("resume", cases, tmp_path / "first", timeout=280, env=ZERO)
-    assert outcomes == dict.fromkeys(cases, "")
-    env = {"LEFT": str(tmp_path / "first" / "leave/zero3/llama")}
-    assert run_cases("resume", ["take/none/llama"], tmp_path / "alone", 1, env=env)["take/none/llama"] == ""
+    call_on_ranks(2, leave, "zero3", "llama", tmp_path, group_seconds=None, env=ZERO, timeout=280)
+    call_on_ranks(1, take, "none", "llama", tmp_path)
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("wrapper", ["zero2", "zero3"])
+@on_ranks(2, group_seconds=None, env=ZERO, timeout=280)
+def test_weights_alone_go_into_no_engine_of_deepspeed(tmp_path, wrapper):
+    """DeepSpeed's masters would overwrite them."""
+    CheckpointSaver().save(models.build("llama", 5), tmp_path / "out")
+    live = live_model(wrapper, "llama", seed=1)
+    with pytest.raises(LoadError, match=r"in an engine of DeepSpeed.*load before deepspeed\.initialize"):
+        ft_ckpt.load_model(tmp_path / "out", into=live.model)

@@ -15,7 +15,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-import zero_optimizer
+import zero_engines
 from faulty_stores import unseen_files
 from wrappers import WRAPPERS, Live
 
@@ -40,7 +40,7 @@ class Engine(Live):
 
 
 def engine(case: str) -> Engine:
-    made = zero_optimizer.engine(case)
+    made = zero_engines.engine(case)
     return Engine(made, made.optimizer)
 
 

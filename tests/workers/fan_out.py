@@ -12,7 +12,7 @@ import harness  # first: it arms the stack dump
 import pytest
 import torch
 import torch.distributed as dist
-from resume import TOLD, live_model, optimizer_state, same, train
+from exact_runs import TOLD, live_model, optimizer_state, same, train
 from tuning import buckets_of
 from wrappers import Live, truth
 

@@ -23,9 +23,9 @@ from unittest.mock import patch
 import harness  # first: it arms the stack dump
 import pytest
 import torch.distributed as dist
+from exact_runs import live_model, optimizer_state, same, saver_of, train
 from namespaces import take_disk, take_machine_id
 from networks import LINK, address_of, cut_link, join_node
-from resume import live_model, optimizer_state, same, saver_of, train
 from safetensors.torch import load_file, save_file
 from wrappers import truth
 

@@ -12,7 +12,7 @@ from typing import Any
 import harness  # first: it arms the stack dump
 import pytest
 import torch.distributed as dist
-from resume import exact, live_model, same, saver_of, train
+from exact_runs import exact, live_model, same, saver_of, train
 from wrappers import truth
 
 import ft_ckpt

@@ -77,8 +77,9 @@ def truth(live: Live) -> dict[str, torch.Tensor]:
 
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The tensors this rank holds, under the bare model's names; a tied one once for each of its names."""
-    while isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module
+    inner = getattr(model, "module", None)
+    while isinstance(inner, nn.Module):
+        model, inner = inner, getattr(inner, "module", None)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     bare = {PREFIXES.sub("", name).removeprefix("module."): tensor for name, tensor in tensors}
     return [(name, tensor) for name, tensor in bare.items() if "rotary_emb" not in name and "inv_freq" not in name]
@@ -107,7 +108,8 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    return torch.compile(model, backend="eager")
+    wrapped: Any = torch.compile(model, backend="eager")
+    return wrapped
 
 
 def compiled_blocks(model: nn.Module) -> nn.Module:
@@ -124,7 +126,7 @@ def checkpointed(model: nn.Module) -> nn.Module:
 
 
 def in_place(model: nn.Module) -> nn.Module:
-    model.compile(backend="eager")
+    nn.Module.compile(model, backend="eager")
     return model
 
 
@@ -189,13 +191,13 @@ def cut_over_ranks(model: nn.Module, **sizes: int) -> nn.Module:
     """The model as transformers loads it over a mesh of those sizes."""
     from transformers import DistributedConfig
 
+    kind: Any = type(model)
     names = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(names)
     if dist.get_rank() == 0:
-        model.save_pretrained(names[0])
+        kind.save_pretrained(model, names[0])
     dist.barrier()
-    config = DistributedConfig(**sizes)
-    return type(model).from_pretrained(names[0], distributed_config=config).train()  # type: ignore[attr-defined,no-any-return]
+    return kind.from_pretrained(names[0], distributed_config=DistributedConfig(**sizes)).train()
 
 
 def distributed(**sizes: int) -> Callable[[nn.Module], Live]:

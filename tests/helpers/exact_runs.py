@@ -1,0 +1,103 @@
+"""Runs that are saved and resumed to the bit: by the same ranks, or by others under another wrapper."""
+
+from pathlib import Path
+from typing import Any
+
+import models
+import torch
+from on_ranks import RANK
+from safetensors.torch import load_file, save_file
+from wrappers import WRAPPERS, Live, truth
+
+from ft_ckpt import CheckpointSaver
+from ft_ckpt.distributed.gather import gather_tensors
+from ft_ckpt.distributed.ranks import current_ranks
+from ft_ckpt.training import state as training
+from ft_ckpt.training.items import known_sources, run_items, walk_models
+
+TOLD: dict[str, Any] = {"enter_timeout_seconds": 60, "on_difference": "ignore"}
+
+
+def live_model(wrapper: str, model: str, seed: int = 0) -> Live:
+    live = WRAPPERS[wrapper](models.build(model, seed))
+    torch.compiler.set_stance("force_eager")
+    return live
+
+
+def saver_of(live: Live, folder: Path | str, **settings: Any) -> CheckpointSaver[Any]:
+    saver: CheckpointSaver[Any] = CheckpointSaver(live.accelerator, folder, **TOLD, **settings)
+    saver.register(model=live.model, optimizer=live.optimizer)
+    return saver
+
+
+def train(live: Live, saver: CheckpointSaver[Any], first: int, count: int) -> list[float]:
+    """Losses of steps on data that differs by step and rank, each plus a random number."""
+    rank = 0 if hasattr(next(live.model.parameters()), "placements") else RANK  # tensor parallel: one input
+    losses = []
+    for step in range(first, first + count):
+        losses.append(live.step(models.batch(seed=97 * step + rank)) + float(torch.rand(())))
+        saver.step()
+    return losses
+
+
+def exact(wrapper: str, model: str, run: Path | str, **settings: Any) -> None:
+    """Save a run after two steps and resume it: the next two have the same losses, to the bit."""
+    live = live_model(wrapper, model)
+    with saver_of(live, run, **settings) as saver:
+        train(live, saver, 0, 2)
+        saver.save_state()
+        before = truth(live)
+        expected = train(live, saver, 2, 2)
+        after = truth(live)
+    fresh = live_model(wrapper, model, seed=0 if model == "lora" else 1)  # a base is not part of an adapter's run
+    torch.manual_seed(1234)
+    with saver_of(fresh, run, **settings) as saver:
+        progress = saver.resume("must")
+        assert (progress.step, progress.report.problems) == (2, ()), progress
+        same(before, truth(fresh))
+        assert train(fresh, saver, 2, 2) == expected
+        same(after, truth(fresh))
+
+
+def leave(wrapper: str, model: str, folder: Path) -> None:
+    """Leave a run of two steps in a folder, with its weights and moments."""
+    live = live_model(wrapper, model)
+    with saver_of(live, folder / "run") as saver:
+        train(live, saver, 0, 2)
+        saver.save_state()
+    tensors, moments = truth(live), optimizer_state(live)
+    if RANK == 0:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "truth.safetensors")
+        save_file(moments, folder / "moments.safetensors")
+
+
+def take(wrapper: str, model: str, left: Path) -> None:
+    """Resume the run that `leave` has left, and train on."""
+    live = live_model(wrapper, model, seed=1)
+    with saver_of(live, left / "run") as saver:
+        progress = saver.resume("must")
+        assert (progress.step, progress.report.problems) == (2, ()), progress
+        assert not [line for line in progress.report.differences if "requires_grad" in line], progress
+        same(load_file(left / "truth.safetensors"), truth(live))
+        moments = optimizer_state(live)
+        if RANK == 0:
+            same(load_file(left / "moments.safetensors"), moments)
+        train(live, saver, 2, 1)
+
+
+def optimizer_state(live: Live) -> dict[str, torch.Tensor]:
+    """The optimizer's tensors, whole, on rank 0."""
+    items = run_items(None, {"model": live.model, "optimizer": live.optimizer})
+    items = [item for item in items if item.kind == "optimizer"]
+    found = known_sources(walk_models(live.model, items), items)
+    ranks = current_ranks()
+    local = training.local_state(items, found, {})
+    facts, trees = training.exchange_facts(local, items, ranks, found)
+    state = training.assemble_state(local, facts, trees, items, found, ranks.rank)
+    return gather_tensors([entry.source for entry in state.entries if entry.source is not None], ranks)
+
+
+def same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    assert expected.keys() == found.keys(), expected.keys() ^ found.keys()
+    different = [name for name in expected if not torch.equal(expected[name], found[name])]
+    assert not different, different
