@@ -1,13 +1,13 @@
 """Deleting old checkpoints in buckets: what goes, what never does, stopped at each request, and raced in each order."""
 
-from contextlib import suppress
+from functools import partial
 
 import pytest
 from buckets import new_bucket
+from faults import Requests, try_worlds
 from faulty_stores import CountingStore
-from seeds import next_call
 from small_checkpoints import save_with_state
-from watched_stores import Stopped, Watch, all_interleavings, stopping_at
+from watched_stores import Stopped, Watch, all_interleavings
 
 from ft_ckpt.checkpoint import guards, leases
 from ft_ckpt.checkpoint.bucket_delete import drop_from_bucket, strip_in_bucket
@@ -176,22 +176,6 @@ def test_an_empty_run_and_one_that_cannot_be_read(bucket):
 # Stopped anywhere
 
 
-def every_request(check):
-    """Do `check` with 1, 2, ... until it says that there were fewer requests; about how many there are."""
-    call = 1
-    while check(call):
-        call = next_call(call)
-    return call - 1
-
-
-def stopped_at(call, bucket, action, error=Stopped):
-    """Do `action` with the bucket, until its `call`-th request; False when there were fewer."""
-    hook, came = stopping_at(call, error)
-    with suppress(Stopped):
-        action(Place(Watch(hook).store(bucket)))
-    return came()
-
-
 def later(bucket, seconds=TEN_MINUTES):
     """The run as it is after a while."""
     watch = Watch()
@@ -219,19 +203,18 @@ def without_manifests(content):
     return {name: data for name, data in content.items() if not name.endswith(MANIFEST_NAME)}
 
 
-@pytest.mark.sample("killed")
-@pytest.mark.parametrize("error", [Stopped, lambda: TargetError("refused")], ids=["killed", "refused"])
-def test_a_sweep_is_stopped_at_each_request(template, after, error):
-    def stopped(call):
+@pytest.mark.sample("stopped")
+@pytest.mark.parametrize("fault", ["stopped", "refused"])
+def test_a_sweep_is_stopped_at_each_request(template, after, fault):
+    def trial(world):
         bucket = filled(new_bucket(), template)
-        came = stopped_at(call, bucket, lambda run: prune_run(run, KEEP), error)
+        world.run(prune_run, Place(world.watch.store(bucket)), KEEP)
         check_meanwhile(bucket, template)
         assert prune_run(later(bucket), KEEP).problems == ()
         assert without_manifests(objects(bucket)) == without_manifests(after)
         assert (steps(bucket), stateful(bucket), marks_in(bucket)) == ([3, 4], [4], [])
-        return came
 
-    assert every_request(stopped) > 40
+    assert try_worlds(trial, Requests(fault), every=3).calls > 40
 
 
 @pytest.mark.slow
@@ -245,38 +228,33 @@ def test_a_sweep_that_finishes_others_is_stopped_at_each_request(template, after
 
         return hook
 
-    def stopped(call, where):
+    def trial(where, world):
         bucket = filled(new_bucket(), template)
         with pytest.raises(Stopped):
             prune_run(Place(Watch(between(where)).store(bucket)), KEEP)
         assert any(TOMBSTONE in name for name in marks_in(bucket))
         check_meanwhile(bucket, template)
-        watch = Watch()
-        watch.age(bucket, TEN_MINUTES)
-        watch.hook, came = stopping_at(call)
-        with suppress(Stopped):
-            prune_run(Place(watch.store(bucket)), KEEP)
+        world.watch.age(bucket, TEN_MINUTES)
+        world.run(prune_run, Place(world.watch.store(bucket)), KEEP)
         check_meanwhile(bucket, template)
         assert prune_run(later(bucket), KEEP).problems == ()
         assert without_manifests(objects(bucket)) == without_manifests(after)
         assert marks_in(bucket) == []
-        return came()
 
     for where in ("checkpoint-1/config.json", "checkpoint-3/state"):
-        assert every_request(lambda call, where=where: stopped(call, where)) > 30
+        assert try_worlds(partial(trial, where), Requests("stopped"), every=3).calls > 30
 
 
 def test_a_pin_is_stopped_at_each_request(template):
-    def stopped(call):
+    def trial(world):
         bucket = filled(new_bucket(), below(template, "checkpoint-1"))
-        came = stopped_at(call, bucket.within("checkpoint-1"), lambda place: pin(place, "why"))
+        world.run(pin, Place(world.watch.store(bucket.within("checkpoint-1"))), "why")
         assert steps(bucket) == [1]
         assert (pin_reason(Place(bucket, "checkpoint-1")) or "x: why").endswith(": why")
         unpin(Place(bucket, "checkpoint-1"))
         assert objects(bucket) == below(template, "checkpoint-1")
-        return came
 
-    assert every_request(stopped) >= 3
+    assert try_worlds(trial, Requests("stopped"), every=3).calls >= 3
 
 
 def test_a_reader_is_stopped_at_each_request(template):
@@ -286,18 +264,17 @@ def test_a_reader_is_stopped_at_each_request(template):
         with open_checkpoint(place) as held:
             assert held.find_problems(deep=True) == ()
 
-    def stopped(call):
+    def trial(world):
         bucket = filled(new_bucket(), template)
-        came = stopped_at(call, bucket.within("checkpoint-1"), read)
+        world.run(read, Place(world.watch.store(bucket.within("checkpoint-1"))))
         leased = any(LEASE in name for name in marks_in(bucket))
         report = prune_run(Place(bucket), Keep(last=3))
         assert len(report.dropped) == (0 if leased else 1)
         assert objects(bucket).keys() >= below(template, "checkpoint-2", "checkpoint-3", "checkpoint-4").keys()
         prune_run(later(bucket), Keep(last=3))
         assert (steps(bucket), marks_in(bucket)) == ([2, 3, 4], [])
-        return came
 
-    assert every_request(stopped) > 8
+    assert try_worlds(trial, Requests("stopped"), every=3).calls > 8
 
 
 # Raced
@@ -551,21 +528,17 @@ def test_what_is_no_remains_of_a_save_stays(bucket, template):
 
 
 def test_sweeps_of_a_dead_save_are_stopped_at_each_request(template):
-    def stopped(call):
+    def trial(world):
         bucket = filled(new_bucket(), template)
         left = unfinished_save(bucket)
-        watch = Watch()
-        watch.age(bucket, TEN_MINUTES)
-        watch.hook, came = stopping_at(call)
-        with suppress(Stopped):
-            recover_all(Place(watch.store(bucket)))
+        world.watch.age(bucket, TEN_MINUTES)
+        world.run(recover_all, Place(world.watch.store(bucket)))
         check_meanwhile(bucket, template)
         recover_all(later(bucket))
         assert (objects(left), objects(bucket)) == ({}, template)
         assert marks_in(bucket) == [f"checkpoint-5/{SAVING}"]
-        return came()
 
-    assert every_request(stopped) > 8
+    assert try_worlds(trial, Requests("stopped"), every=3).calls > 8
 
 
 def test_a_sweep_gives_way_to_a_save_that_takes_over(template):

@@ -10,10 +10,11 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
-from faults import dies_at, in_child, stop_at
+from faults import Disk, World, in_child, try_worlds
 from small_checkpoints import contents, make_checkpoint, save
 
 from ft_ckpt.checkpoint.catalog import latest, read_manifest, verify
@@ -119,45 +120,27 @@ def check_settled(target, outcomes, prepare):
     assert newest is None or verify(newest).ok
 
 
-def raises_at(call, error, action, *, partial=False):
-    """Run `action` with `error` raised at its `call`-th call to the disk; False when it made fewer calls."""
+def check_recovery(tmp_path, outcomes, prepare, act, faults):
+    """A save that `faults` disturb at any call leaves the old or the new checkpoint; its recovery leaves nothing."""
 
-    def stop():
-        raise error
+    def trial(world):
+        target = tmp_path / world.name / "checkpoint"
+        target.parent.mkdir()
+        prepare(target)
+        world.run(act, target)
+        os.chdir(tmp_path)
+        recover_target(target)
+        check_settled(target, outcomes, prepare)
+        assert world.is_met or contents(target) == outcomes[prepare][1]
 
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at(call, stop, partial=partial, patch=patch.setattr)
-        try:
-            action()
-        except (KeyboardInterrupt, TargetError):
-            return True
-    return False
-
-
-def every_call(check):
-    """Call `check` with 1, 2, ... until it says that nothing was stopped any more."""
-    call = 1
-    while check(call):
-        call += 1
-    return call
+    assert try_worlds(trial, faults).calls >= 10
 
 
 @pytest.mark.sample("rename over empty")
 @in_every_case
 def test_killed_at_every_call(tmp_path, outcomes, prepare, act):
     """Killed mid-save, the newest folder is half-written."""
-
-    def killed(call):
-        target = tmp_path / str(call) / "checkpoint"
-        target.parent.mkdir()
-        prepare(target)
-        died = dies_at(call, lambda: act(target))
-        recover_target(target)
-        check_settled(target, outcomes, prepare)
-        assert died or contents(target) == outcomes[prepare][1]
-        return died
-
-    assert every_call(killed) > 10
+    check_recovery(tmp_path, outcomes, prepare, act, Disk("killed"))
 
 
 @pytest.mark.slow
@@ -173,28 +156,26 @@ def test_killed_and_its_recovery_stopped(tmp_path, outcomes, case, every):
     prepare, act = CASES[case]
     seen = []
 
-    def killed(call):
-        crashed = tmp_path / f"crashed-{call}"
+    def killed(world):
+        crashed = tmp_path / world.name
         crashed.mkdir()
         prepare(crashed / "checkpoint")
-        died = dies_at(call, lambda: act(crashed / "checkpoint"))
+        world.run(act, crashed / "checkpoint")
         state = {re.sub(r"-\d+-[0-9a-f]{8}", "", path): content for path, content in contents(crashed).items()}
         if state not in seen:
             seen.append(state)
             if len(seen) % every == 0:
-                every_call(lambda again: recovery_stopped(again, crashed))
-        return died
+                try_worlds(partial(recovery_stopped, crashed), Disk("Ctrl-C"))
 
-    def recovery_stopped(call, crashed):
+    def recovery_stopped(crashed, world):
         target = tmp_path / "again" / "checkpoint"
         shutil.copytree(crashed, target.parent, symlinks=True)
-        stopped = raises_at(call, KeyboardInterrupt(), lambda: recover_target(target), partial=True)
+        world.run(recover_target, target)
         recover_target(target)
         check_settled(target, outcomes, prepare)
         shutil.rmtree(target.parent)
-        return stopped
 
-    every_call(killed)
+    try_worlds(killed, Disk("killed"))
     assert len(seen) > every
 
 
@@ -292,21 +273,10 @@ def test_files_of_others_outlive_a_manifest_that_cannot_be_read(tmp_path, monkey
 
 @pytest.mark.sample("Ctrl-C-rename", "Ctrl-C-rename over empty", "EIO-rename", "EIO-rename over empty", "EIO-exchange")
 @in_every_case
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "I/O error")], ids=["Ctrl-C", "EIO"])
-def test_interrupted_at_every_call(tmp_path, outcomes, prepare, act, error):
+@pytest.mark.parametrize("fault", ["Ctrl-C", "EIO"])
+def test_interrupted_at_every_call(tmp_path, outcomes, prepare, act, fault):
     """Ctrl-C or a failing disk in the middle: the same, in a process that lives on."""
-
-    def interrupted(call):
-        target = tmp_path / str(call) / "checkpoint"
-        target.parent.mkdir()
-        prepare(target)
-        raised = raises_at(call, error, lambda: act(target))
-        os.chdir(tmp_path)
-        recover_target(target)
-        check_settled(target, outcomes, prepare)
-        return raised
-
-    assert every_call(interrupted) > 10
+    check_recovery(tmp_path, outcomes, prepare, act, Disk(fault))
 
 
 def test_a_reader_always_sees_a_whole_one(tmp_path):
@@ -778,7 +748,7 @@ def test_what_is_left_of_a_neighbour_goes_too(tmp_path):
 
 def test_the_next_save_settles_the_last_one(tmp_path):
     committed(tmp_path / "checkpoint")
-    assert dies_at(20, lambda: overwrite_from_inside(tmp_path / "checkpoint"))
+    World(Disk("killed"), "killed", 20).run(overwrite_from_inside, tmp_path / "checkpoint")
     assert [name for name in contents(tmp_path) if ".ft_ckpt-" in name]
     discard_stage(open_stage(tmp_path / "checkpoint"))
     assert verify(tmp_path / "checkpoint").ok
@@ -793,7 +763,7 @@ def test_what_was_put_aside_does_not_come_back(tmp_path):
     def torn(call):
         shutil.rmtree(target, ignore_errors=True)
         committed(target)
-        assert dies_at(call, lambda: overwrite_from_inside(target))
+        World(Disk("killed"), "killed", call).run(overwrite_from_inside, target)
         aside = next(target.glob(".ft_ckpt-old-*"), None)
         return aside and latest(tmp_path) and read_manifest(target).step == 2 and not [*aside.glob("value/model*")]
 
@@ -825,18 +795,17 @@ def test_files_without_a_manifest_appear_together(tmp_path, prepare):
         place_files(stage, target)
         discard_stage(stage)
 
-    def killed(call):
-        target = tmp_path / str(call) / "files"
+    def killed(world):
+        target = tmp_path / world.name / "files"
         target.parent.mkdir()
         prepare(target)
-        died = dies_at(call, lambda: place(target))
+        world.run(place, target)
         found = names(target) if target.exists() else []
         assert found in ([], ["config.json", *(f"model-0000{n}-of-00002.safetensors" for n in (1, 2)), INDEX])
         recover_target(target)
         assert [name for name in names(target.parent) if name.startswith(".")] == []
-        return died
 
-    assert every_call(killed) > 5
+    assert try_worlds(killed, Disk("killed")).calls >= 5
     os.chdir(tmp_path)
     place(Path.cwd())
     assert (tmp_path / INDEX).exists()

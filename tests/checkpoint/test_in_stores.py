@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from buckets import in_bucket, new_bucket
 from faulty_stores import CountingStore, RefusingStore, TornStore, Wrapped
-from s3_server import FAST, Fault
+from http_server import Fault
+from s3_server import FAST
 from small_checkpoints import make_checkpoint, rewrite_manifest, save
 
 from ft_ckpt.checkpoint.catalog import (

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from faults import dies_at, in_child
+from faults import Disk, in_child, try_worlds
 from small_checkpoints import contents, save
 
 from ft_ckpt.checkpoint import guards, leases
@@ -95,13 +95,13 @@ def test_pins_outlive_an_overwrite(checkpoint, shards):
 
 
 def test_pinning_is_all_or_nothing(checkpoint):
-    call = 1
-    while dies_at(call, lambda: pin(checkpoint, "why")):
-        assert pin_reason(checkpoint) is None or pin_reason(checkpoint).endswith(": why")
+    def trial(world):
         unpin(checkpoint)
-        call += 1
-    assert call > 2
-    assert pin_reason(checkpoint).endswith(": why")
+        world.run(pin, checkpoint, "why")
+        assert (world.is_met and pin_reason(checkpoint) is None) or pin_reason(checkpoint).endswith(": why")
+
+    assert try_worlds(trial, Disk("killed")).calls >= 2
+    pin(checkpoint, "why")
     assert hidden(checkpoint) == [guards.PIN]  # what a dead one drafted is no more
 
 

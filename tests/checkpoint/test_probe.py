@@ -3,7 +3,8 @@
 import warnings
 
 import pytest
-from s3_server import FAST, Fault
+from http_server import Fault
+from s3_server import FAST
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import ConfigError, TargetError

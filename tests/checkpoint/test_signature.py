@@ -16,7 +16,7 @@ from pathlib import Path
 import models
 import pytest
 from buckets import in_bucket, new_bucket
-from faults import dies_at
+from faults import Disk, World, try_worlds
 from launch import run_python
 from small_checkpoints import contents, make_checkpoint, rewrite_manifest, save, save_with_state
 
@@ -287,17 +287,17 @@ def test_a_save_that_is_killed_leaves_both_or_none(
         stage = open_stage(signed)
         commit_stage(stage, signed, make_checkpoint(stage, step=2))
 
-    for call in range(1, 200, 3):
+    def trial(world: World) -> None:
         save(signed, step=1)
         sign(signed, keys[0])
-        if not dies_at(call, overwrite):
-            break
+        world.run(overwrite)
         open_stage(signed)
         if verify(signed).ok and ft_ckpt.checkpoint.catalog.read_manifest(signed).step == 1:
-            assert problems(signed, keys[1]) == "", call
+            assert problems(signed, keys[1]) == ""
         else:
-            assert "missing" in problems(signed, keys[1]), call
-    assert call > 6
+            assert "missing" in problems(signed, keys[1])
+
+    assert try_worlds(trial, Disk("killed"), every=3).calls > 6
 
 
 def test_retention_deletes_it_with_what_it_signs(tmp_path: Path, keys: tuple[Path, Path]) -> None:

@@ -1,7 +1,6 @@
 """Deleting old checkpoints: what goes, what never does, and sweeps that are killed, refused or raced."""
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -13,8 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from faults import dies_at, stop_at
-from seeds import next_call
+from faults import Disk, World, try_worlds
 from small_checkpoints import contents, make_checkpoint, manifest_of, save, save_of, save_with_state
 
 from ft_ckpt.checkpoint.catalog import discover, read_manifest, verify
@@ -290,81 +288,53 @@ def check_meanwhile(root):
     assert (root / "checkpoint-2" / "notes.txt").read_text() == "mine"
 
 
-def refuse():
-    raise OSError(errno.EIO, "I/O error")
-
-
-def every_call(check):
-    call = 1
-    while check(call):
-        call = next_call(call)
-    return call
-
-
 def test_killed_at_every_call(tmp_path, template):
     """Killed while it deletes; nothing else is harmed, and the next sweep finishes."""
 
-    def killed(call):
-        root = tmp_path / str(call)
-        shutil.copytree(template[0], root)
-        died = dies_at(call, lambda: prune_run(root, KEEP))
+    def killed(world):
+        root = shutil.copytree(template[0], tmp_path / world.name)
+        world.run(prune_run, root, KEEP)
         check_meanwhile(root)
         assert prune_run(root, KEEP).problems == ()
         assert contents(root) == template[1]
         shutil.rmtree(root)
-        return died
 
-    assert every_call(killed) > 30
+    assert try_worlds(killed, Disk("killed"), every=3).calls > 30
 
 
 @pytest.mark.sample("EIO")
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "I/O error")], ids=["Ctrl-C", "EIO"])
-def test_refused_at_every_call(tmp_path, template, error):
+@pytest.mark.parametrize("fault", ["Ctrl-C", "EIO"])
+def test_refused_at_every_call(tmp_path, template, fault):
     """A failing disk costs the checkpoint it fails on; the others are swept all the same, and nothing is raised."""
 
-    def stop():
-        raise error
-
-    def refused(call):
-        root = tmp_path / str(call)
-        shutil.copytree(template[0], root)
-        with pytest.MonkeyPatch.context() as patch:
-            stop_at(call, stop, patch=patch.setattr)
-            try:
-                report = prune_run(root, KEEP)
-            except KeyboardInterrupt:
-                report = PruneReport(problems=("interrupted",))
+    def refused(world):
+        root = shutil.copytree(template[0], tmp_path / world.name)
+        report = world.run(prune_run, root, KEEP)
         check_meanwhile(root)
-        stopped = bool(report.problems)
-        if stopped and isinstance(error, OSError):
+        if world.is_met and fault == "EIO":
             assert len(report.dropped) + len(report.stripped) == 2
             assert "I/O error" in report.problems[0]
         assert prune_run(root, KEEP).problems == ()
         assert contents(root) == template[1]
         shutil.rmtree(root)
-        return stopped
 
-    assert every_call(refused) > 30
+    assert try_worlds(refused, Disk(fault), every=3).calls > 30
 
 
 @pytest.mark.slow
 def test_finished_before_it_is_dropped(tmp_path, template):
     """Killed while it took a state away; the next sweep cannot finish that at first, and drops the checkpoint."""
 
-    def killed(call):
-        root = tmp_path / str(call)
-        shutil.copytree(template[0], root)
-        died = dies_at(call, lambda: prune_run(root, KEEP))
-        with pytest.MonkeyPatch.context() as patch:
-            stop_at(1, refuse, patch=patch.setattr)
-            prune_run(root, Keep(last=1))
+    def killed(world):
+        root = shutil.copytree(template[0], tmp_path / world.name)
+        world.run(prune_run, root, KEEP)
+        World(Disk("EIO"), "EIO", 1).run(prune_run, root, Keep(last=1))
         prune_run(root, Keep(last=1))
         assert names(root) == ["checkpoint-2", "checkpoint-4", "checkpoint-keep-me"]
         assert names(root / "checkpoint-2") == ["notes.txt"]
         shutil.rmtree(root)
-        return died
 
-    assert every_call(killed) > 30
+    assert try_worlds(killed, Disk("killed"), every=3).calls > 30
 
 
 @pytest.mark.slow
@@ -372,10 +342,9 @@ def test_finished_before_it_is_dropped(tmp_path, template):
 def test_saved_again_over_the_remains(tmp_path, template, step):
     """A run that went back saves the step that a killed sweep was deleting: the new checkpoint is whole."""
 
-    def killed(call):
-        root = tmp_path / str(call)
-        shutil.copytree(template[0], root)
-        died = dies_at(call, lambda: prune_run(root, KEEP))
+    def killed(world):
+        root = shutil.copytree(template[0], tmp_path / world.name)
+        world.run(prune_run, root, KEEP)
         save(root / f"checkpoint-{step}", step=step, shards=3)
         saved = read_manifest(root / f"checkpoint-{step}")
         prune_run(root, Keep())
@@ -384,9 +353,8 @@ def test_saved_again_over_the_remains(tmp_path, template, step):
         files = {path.name for path in (root / f"checkpoint-{step}").rglob("[!.]*") if path.is_file()}
         assert files == {file.path for file in saved.files} | ({"notes.txt"} if step == 2 else set()) | {MANIFEST_NAME}
         shutil.rmtree(root)
-        return died
 
-    assert every_call(killed) > 30
+    assert try_worlds(killed, Disk("killed"), every=3).calls > 30
 
 
 # Raced
@@ -522,7 +490,7 @@ def test_what_dead_saves_left_is_cleared(run):
     before = contents(run)
     stage = open_stage(run / "checkpoint-100")
     for step in (99, 9):
-        assert dies_at(5, lambda step=step: save(run / f"checkpoint-{step}", step=step))
+        World(Disk("killed"), "killed", 5).run(partial(save, step=step), run / f"checkpoint-{step}")
         assert contents(run) != before | {stage.name: b""}
         assert len(recover_all(run)) == 1
         assert contents(run) == before | {stage.name: b""}
@@ -540,16 +508,15 @@ def test_a_spoilt_tombstone_is_named_and_left(run):
 
 def test_a_model_saved_into_the_folder_of_its_run_loses_no_checkpoint(tmp_path):
     """As `trainer.save_model()` does: wherever the second such save is killed, the run is whole when it goes on."""
-    call = 0
-    while True:
-        call += 1
-        root = tmp_path / str(call) / "run"
+
+    def trial(world):
+        root = tmp_path / world.name / "run"
         save_with_state(root / "checkpoint-8", 8)
         save_of(root)
-        died = dies_at(call, partial(save_of, root))
+        world.run(save_of, root)
         recover_all(root)
         assert verify(root).ok
         assert verify(root / "checkpoint-8").ok
         assert not list(root.parent.glob(".*"))
-        if not died:
-            return
+
+    try_worlds(trial, Disk("killed"))

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import models
 import pytest
 import torch
-from s3_server import FAST, Fault
+from http_server import Fault
+from s3_server import FAST
 from small_checkpoints import contents
 from transformers import Trainer, TrainingArguments
 

@@ -13,10 +13,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hub_server import Fault as HubFault
+from http_server import Fault
 from hub_server import serving_hub, using_hub
 from huggingface_hub.utils import _http
-from s3_server import Fault
 from small_checkpoints import rewrite_manifest, save_with_state
 from test_hostile_text import MARK, NAME_MARK, problems_in, run_command
 
@@ -117,7 +116,7 @@ def test_what_the_hub_answers_is_not_repeated_as_it_is(status, run, monkeypatch)
             lambda: ft_ckpt.pull("hf://buckets/user/name/x", "pulled"),
             lambda: ft_ckpt.copy("run/checkpoint-1", "hf://buckets/user/name/x"),
         ):
-            hub.faults = [HubFault(".", status=status, says=says, times=100)]
+            hub.faults = [Fault(".", status=status, says=says, times=100)]
             with pytest.raises(CheckpointError) as caught:
                 call()
             assert "odd" in str(caught.value)

@@ -95,7 +95,7 @@ def test_a_server_gets_back_what_it_held(files: EngineFiles, tmp_path: Path) -> 
         ft_ckpt.publish(chain / "checkpoint-1", engine.url, stage=stage)
         held = ft_ckpt.publish(chain / "checkpoint-2", engine.url, stage=stage).version
         for step in (3, 4):
-            engine.fail(500, path="/collective_rpc")
+            engine.fail("/collective_rpc", 500)
             with pytest.raises(EngineError, match=r"holds chain/checkpoint-2#.* again"):
                 ft_ckpt.publish(chain / f"checkpoint-{step}", engine.url, stage=stage)
             assert engine.weight_version == held

@@ -185,7 +185,7 @@ def test_publish_exports_into_the_stage(tmp_path: Path, files: EngineFiles) -> N
             ft_ckpt.publish(adapter, engine.url)
         reports = [ft_ckpt.publish(adapter, engine.url, stage=tmp_path / "seen") for _ in range(2)]
         assert [report.servers[0].is_new for report in reports] == [True, False]
-        (loaded,) = engine.asked("/v1/load_lora_adapter")
+        (loaded,) = engine.requests_to("/v1/load_lora_adapter")
         assert loaded.body["lora_name"] == reports[0].name
         assert reports[0].name.startswith("run@7-")
         assert Path(loaded.body["lora_path"]).parent == tmp_path / "seen"

@@ -157,7 +157,7 @@ def test_a_signal_ends_it(number: int, files: EngineFiles, run: Path) -> None:
 def test_a_lost_connection_is_said_once_and_tried_again(files: EngineFiles, run: Path) -> None:
     put(files, run, 1)
     with serving(files.base) as engine:
-        fault = engine.fail("close", times=10_000)
+        fault = engine.fail(cuts="before", times=10_000)
         following = Following(run, engine.url, idle_seconds=60)
         threading.Timer(0.5, lambda: engine.faults.remove(fault)).start()
         following.actions = [lambda: os.kill(os.getpid(), signal.SIGINT)]
@@ -171,7 +171,7 @@ def test_a_lost_connection_is_said_once_and_tried_again(files: EngineFiles, run:
 def test_a_server_that_never_answers_is_an_error_at_the_end(files: EngineFiles, run: Path) -> None:
     put(files, run, 1)
     with serving(files.base) as engine:
-        engine.fail("close", times=10_000)
+        engine.fail(cuts="before", times=10_000)
         with pytest.raises(EngineError, match="no answer"):
             Following(run, engine.url, idle_seconds=0.2).go()
 
@@ -218,7 +218,7 @@ def test_what_a_server_refuses_twice_is_skipped(files: EngineFiles, run: Path) -
         following = Following(run, engine.url, idle_seconds=0.5)
         with pytest.raises(EngineError, match="greater than max_lora_rank"):
             following.go()
-        assert len(engine.asked("/v1/load_lora_adapter")) == 2
+        assert len(engine.requests_to("/v1/load_lora_adapter")) == 2
         assert len(following.troubles) == 2
         assert "skipped" in following.troubles[1]
 
@@ -240,7 +240,7 @@ def test_a_run_in_a_bucket_is_followed(files: EngineFiles, tmp_path: Path) -> No
         following.go()
         assert (following.steps, following.troubles) == ([1, 2], [])
         assert [name.partition("-")[0] for name in engine.adapters] == ["policy@1", "policy@2"]
-        paths = [Path(each.body["lora_path"]) for each in engine.asked("/v1/load_lora_adapter")]
+        paths = [Path(each.body["lora_path"]) for each in engine.requests_to("/v1/load_lora_adapter")]
         assert paths == [tmp_path / f"seen/policy/checkpoint-{step}" for step in (1, 2)]
 
 
@@ -352,13 +352,13 @@ def test_a_saver_publishes_what_it_saves_and_again_after_a_restart(files: Engine
         progress = again.saver.resume()
         assert (progress.step, progress.published) == (4, first.version), "the one that the rollouts had"
         assert [name.partition("-")[0] for name in engine.adapters] == ["policy@4"]  # before the first step
-        loads = len(engine.asked("/v1/load_lora_adapter"))
+        loads = len(engine.requests_to("/v1/load_lora_adapter"))
         again.saver.close()
 
         third = Job(run, engine)
         third.saver.resume()
         assert third.saver.progress.report.notes == ()
-        assert len(engine.asked("/v1/load_lora_adapter")) == loads  # it holds it
+        assert len(engine.requests_to("/v1/load_lora_adapter")) == loads  # it holds it
         third.saver.close()
 
 
@@ -392,7 +392,7 @@ def test_the_version_of_the_rollouts_is_published_after_a_resume(files: EngineFi
 
 def test_an_error_of_a_server_never_fails_training(files: EngineFiles, run: Path) -> None:
     with serving(files.base) as engine:
-        engine.fail("close", times=10_000)
+        engine.fail(cuts="before", times=10_000)
         job = Job(run, engine, every=1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -433,7 +433,7 @@ def test_saver_publish_saves_first(files: EngineFiles, tmp_path: Path) -> None:
         assert report is not None
         assert report.kind == "weights"
         assert "parameters" in report.servers[0].checked
-        engine.fail(500, path="/v1/load_lora_adapter")
+        engine.fail("/v1/load_lora_adapter", 500)
         with pytest.raises(EngineError):
             saver.publish(model, engine.url, tmp_path / "run/third", version="other")
         assert ft_ckpt.verify(tmp_path / "run/third").ok

@@ -16,7 +16,8 @@ import pytest
 import torch
 from engine_files import EngineFiles
 from engine_models import VOCABULARY, tokenizer, with_adapter
-from engine_server import Engine, Request, serving
+from engine_server import Engine, serving
+from http_server import Request
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ft_ckpt.engines.publish as publishing
@@ -183,7 +184,7 @@ def after_every_request(small: Small, kind: str, what: str, event: Event, count:
                 target.faults.clear()
                 event(target, small)
 
-            target.fail(happen, number, answers=True)
+            target.fail(skips=number - 1, then=happen)
             with suppress(CheckpointError):
                 report = send(new, *engines)
                 assert all(is_true(report, engine) for engine in engines), (number, report)
@@ -218,7 +219,7 @@ class Turns:
 
         A share ends when its publisher sends one request more, or has ended: until then it looks at the server.
         """
-        publisher = request.headers.get(PUBLISHER, "")
+        publisher = request.headers.get(PUBLISHER.lower(), "")
         with self.changed:
             if self.shares[0] == (publisher, 0):
                 del self.shares[0]
@@ -300,7 +301,7 @@ def test_a_restart_is_named_and_all_servers_get_back_what_they_held(small: Small
     with old_version(small, "vllm", 2) as engines:
         one, other = engines
         before = one.weight_version
-        other.fail(other.start, path="/weight_checker", at=2, answers=True)
+        other.fail("/weight_checker", skips=1, then=other.start)
         with pytest.raises(EngineError) as raised:
             send(small.weights[1], *engines)
         text = str(raised.value)
@@ -315,7 +316,7 @@ def test_weights_of_another_publisher_lose_the_version_that_was_set_over_them(sm
     with old_version(small, "vllm") as (engine,):
         # the version has been read as ours, when the other publisher loads its weights and has not yet told a version
         number = [request.path for request in requests_from(small, engine)].index("/update_weight_version", 10)
-        engine.fail(lambda: engine.load_weights(str(small.weights[2])), number, answers=True)
+        engine.fail(skips=number - 1, then=lambda: engine.load_weights(str(small.weights[2])))
         with pytest.raises(EngineError, match="its SHA-256 has changed since it was compared") as raised:
             send(small.weights[1], engine)
         assert "holds other weights, so its version was set to run/checkpoint-2#" in str(raised.value)
@@ -333,7 +334,7 @@ def requests_from(small: Small, engine: Engine) -> list[Request]:
 
 def test_an_adapter_that_another_publisher_unloads(small: Small) -> None:
     with serving(small.base) as engine:
-        engine.fail(lambda: engine.adapters.clear(), path="/v1/completions", at=6, answers=True)
+        engine.fail("/v1/completions", skips=5, then=lambda: engine.adapters.clear())
         with pytest.raises(EngineError, match="not in its list of models after it was loaded"):
             send(small.adapters[0], engine)
 
@@ -472,7 +473,7 @@ def test_layers_that_stay_as_they_were_are_refused(small: Small) -> None:
 
 def test_what_was_comparable_must_stay_so(small: Small) -> None:
     with serving(small.base) as engine:
-        engine.fail(lambda: engine.traits.add("packed"), path="/collective_rpc", answers=True)
+        engine.fail("/collective_rpc", then=lambda: engine.traits.add("packed"))
         with pytest.raises(EngineError, match="as of 4 of 9 parameters"):
             send(small.weights[0], engine)
 

@@ -41,7 +41,7 @@ def test_publish_of_weights(files: EngineFiles) -> None:
         answer = ft_ckpt("publish", files.weights[0], engine.url, "--as", "weights", "--in-flight", "abort")
         assert answer.returncode == 0
         assert "39 of 39 parameters" in answer.stdout or "parameters equal to the files" in answer.stdout
-        assert [each.query for each in engine.asked("/pause")] == [{"mode": "abort"}]
+        assert [each.query for each in engine.requests_to("/pause")] == [{"mode": "abort"}]
 
 
 def test_publish_under_another_path(files: EngineFiles, tmp_path: Path) -> None:
@@ -49,16 +49,16 @@ def test_publish_under_another_path(files: EngineFiles, tmp_path: Path) -> None:
     with serving(files.base) as engine:
         answer = ft_ckpt("publish", files.adapters[0], engine.url, "--visible-at", f"{files.root}={tmp_path}/seen")
         assert answer.returncode == 0
-        assert engine.asked("/v1/load_lora_adapter")[0].body["lora_path"] == f"{tmp_path}/seen/sft/checkpoint-100"
+        assert engine.requests_to("/v1/load_lora_adapter")[0].body["lora_path"] == f"{tmp_path}/seen/sft/checkpoint-100"
 
 
 def test_a_failed_publish_is_an_error_without_the_token(files: EngineFiles) -> None:
     with serving(files.base) as engine:
-        engine.fail(500, path="/v1/load_lora_adapter")
+        engine.fail("/v1/load_lora_adapter", 500)
         answer = ft_ckpt("publish", files.adapters[0], engine.url, "--header", f"Authorization=Bearer {TOKEN}")
         assert (answer.returncode, answer.stdout) == (2, "")
         assert "EngineCore encountered an issue" in answer.stderr
-        assert {each.headers["Authorization"] for each in engine.requests} == {f"Bearer {TOKEN}"}
+        assert {each.headers["authorization"] for each in engine.requests} == {f"Bearer {TOKEN}"}
         assert TOKEN not in answer.stderr
         answer = ft_ckpt("publish", files.adapters[0], engine.url, "--header", TOKEN)
         assert answer.returncode == 2

@@ -70,7 +70,7 @@ def test_each_version_has_a_name(kind: str, files: EngineFiles) -> None:
         assert send(files.adapters[2], engine, name="policy", keep=1).servers[0].unloaded == (reports[0].name,)
         assert send(files.adapters[1], engine, name="other", keep=0).servers[0].unloaded == ()
         assert send(files.adapters[2], engine, name="policy", keep=0).servers[0].unloaded == (reports[1].name,)
-        assert len(engine.asked("/v1/load_lora_adapter" if kind == "vllm" else "/load_lora_adapter")) == 4
+        assert len(engine.requests_to("/v1/load_lora_adapter" if kind == "vllm" else "/load_lora_adapter")) == 4
 
 
 def test_the_same_adapter_again_changes_nothing(files: EngineFiles) -> None:
@@ -128,10 +128,10 @@ def test_two_publishers_of_one_adapter(files: EngineFiles) -> None:
     with serving(files.base) as engine:
 
         def overtake() -> None:
-            engine.fail(lambda: None, TRIES)
+            engine.fail(skips=TRIES - 1, cuts="before")
             publish(files.adapters[0], engine.url)
 
-        engine.fail(overtake, path="/v1/load_lora_adapter")
+        engine.fail("/v1/load_lora_adapter", cuts="before", then=overtake)
         failed(files.adapters[0], engine)  # its connection was closed
         send(files.adapters[0], engine)
 
@@ -372,10 +372,10 @@ def test_all_servers_or_none(mixed: bool, files: EngineFiles) -> None:
         if not mixed:
             two.traits |= {"silent half", "once"}
         else:
-            two.fail("close", path="/update_weights_from_disk")
+            two.fail("/update_weights_from_disk", cuts="before")
         text = failed(files.weights[1], one, two)
         assert text.count(f"holds {version} again") == 2
-        two.fail(500, path="/v1/load_lora_adapter" if not mixed else "/load_lora_adapter")
+        two.fail("/load_lora_adapter", 500)
         failed(files.adapters[1], one, two)
         for engine in (one, two):
             assert (engine.checksums(), engine.weight_version, engine.adapters) == (sums, version, adapters)
@@ -420,7 +420,7 @@ def test_control_c_puts_the_version_before_back(path: str, files: EngineFiles) -
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.1)
 
-        engine.fail(interrupt, path=path, late=True)
+        engine.fail(path, cuts="after", then=interrupt)
         with pytest.raises(KeyboardInterrupt):
             publish(files.weights[1], engine.url)
         assert (engine.held, engine.weight_version, engine.is_paused) == (str(files.weights[0]), version, False)
@@ -439,10 +439,10 @@ def test_a_checkpoint_is_not_deleted_while_a_server_reads_it(files: EngineFiles,
             prune_run(run, Keep(last=1))
             there.append((run / "checkpoint-1/ft_ckpt.json").exists())
 
-        engine.fail(prune, path="/collective_rpc")
+        engine.fail("/collective_rpc", cuts="before", then=prune)
         failed(run / "checkpoint-1", engine)  # its connection was closed; the server was given its first weights back
         assert there == [True]
-        engine.fail(prune, path="/resume", late=True)
+        engine.fail("/resume", cuts="after", then=prune)
         send(run / "checkpoint-1", engine)
         assert there == [True, True]
         prune_run(run, Keep(last=1))
@@ -470,7 +470,7 @@ def put_old(engine: Engine, old: tuple[str, str, dict[str, Any]]) -> None:
     engine.running.set()
 
 
-def every_request(files: EngineFiles, kind: str, what: str, how: str | int, count: int, numbers: range) -> int:
+def every_request(files: EngineFiles, kind: str, what: str, how: str, count: int, numbers: range) -> int:
     """Let the n-th request to the last server fail, for each n until a publish has fewer requests. The last n."""
     new = files.weights[1] if what == "weights" else files.adapters[1]
     with old_version(files, kind, count) as engines:
@@ -480,7 +480,7 @@ def every_request(files: EngineFiles, kind: str, what: str, how: str | int, coun
             for engine in engines:
                 put_old(engine, old)
                 engine.requests.clear()
-            fault = faulty.fail(how, number)
+            fault = faulty.fail(skips=number - 1, **FAULTS[how])
             text = ""
             try:
                 report = publish(
@@ -490,7 +490,7 @@ def every_request(files: EngineFiles, kind: str, what: str, how: str | int, coun
                 version = report.version
             except CheckpointError as error:  # of a server that lists no models: no server
                 text, version = str(error), ""
-            if fault.seen < number:
+            if fault.matched < number:
                 assert not text
                 return number
             check_whole(engines, old, new, what, text, version)
@@ -510,7 +510,7 @@ def check_whole(engines: list[Engine], old: Any, new: Path, what: str, text: str
         if what == "weights":
             is_new = not text or "all servers hold run/checkpoint-2" in text
             says_old = any(said in text for said in ("hold what they held before", f"holds {old[1]} again"))
-            begun = any(each.asked("/pause") or each.asked("/pause_generation") for each in engines)
+            begun = any(each.requests_to("/pause") or each.requests_to("/pause_generation") for each in engines)
             assert not begun or is_new != says_old, text
             assert engine.held == (str(new) if is_new else old[0]), text
             assert engine.checksums() == engine.sums_of(engine.held)
@@ -524,26 +524,31 @@ def check_whole(engines: list[Engine], old: Any, new: Path, what: str, text: str
             assert set(old[2]) <= set(engine.adapters)
 
 
-HOWS: tuple[str | int, ...] = ("close", "close after", "hang", 400, 401, 404, 409, 500, 503)
+FAULTS: dict[str, dict[str, Any]] = {
+    "close": {"cuts": "before"},
+    "close after": {"cuts": "after"},
+    "hang": {"cuts": "before", "seconds": 60},
+    **{str(status): {"status": status} for status in (400, 401, 404, 409, 500, 503)},
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", FAULTS)
 @pytest.mark.parametrize("what", ["adapter", "weights"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_at_every_request(kind: str, what: str, how: str | int, count: int, files: EngineFiles) -> None:
+def test_a_fault_at_every_request(kind: str, what: str, how: str, count: int, files: EngineFiles) -> None:
     assert every_request(files, kind, what, how, count, range(1, TRIES)) > 10
 
 
-MISSING = [("weights", 404, number) for number in (13, 14, 15)]  # such as the version, which is read before it is set
+MISSING = [("weights", "404", number) for number in (13, 14, 15)]  # such as the version, which is read before it is set
 
 
 @pytest.mark.parametrize(
     ("what", "how", "number"),
     [("adapter", "close after", 6), ("weights", "close", 7), ("weights", "close after", 12), *MISSING],
 )
-def test_a_fault_at_a_request(what: str, how: str | int, number: int, files: EngineFiles) -> None:
+def test_a_fault_at_a_request(what: str, how: str, number: int, files: EngineFiles) -> None:
     every_request(files, "vllm", what, how, 1, range(number, number + 1))
 
 
@@ -572,7 +577,7 @@ def publisher() -> Iterator[Callable[..., int]]:
                 os.kill(pids[0], signal.SIGKILL)
                 time.sleep(0.02)
 
-            engine.fail(kill, at, late=late)
+            engine.fail(skips=at - 1, cuts="after" if late else "before", then=kill)
             print(json.dumps({"checkpoint": str(checkpoint), "url": engine.url, "options": options}), file=stdin,
                   flush=True)  # fmt: skip
             pids.append(int(stdout.readline()))

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from http_server import Fault, Request
 from launch import run_python
 from places import WORKERS
-from s3_server import BUCKET, FAST, S3, Asked, Fault
+from s3_server import BUCKET, FAST, S3
 
 from ft_ckpt import verify
 from ft_ckpt.storage.place import Place, open_store
@@ -46,7 +47,7 @@ def kill_at(number: int, *, acts_first: bool) -> Callable[[int], Fault]:
     """Kill the process when that request arrives or, with `acts_first`, when it has been executed."""
 
     def fault(pid: int) -> Fault:
-        def befalls(asked: Asked) -> bool:
+        def befalls(asked: Request) -> bool:
             if asked.number == number and not acts_first:
                 os.kill(pid, signal.SIGKILL)
             return asked.number == number

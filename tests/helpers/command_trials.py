@@ -4,12 +4,9 @@ At each kill, readers see the old or the new checkpoint, whole, while the proces
 next call of the same command completes the work and leaves nothing behind.
 """
 
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,8 +15,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from places import WORKERS, python_path
-from s3_server import BUCKET, S3, Asked, Fault
+from faults import Server, World
+from preloaded import Ended, Preloaded
+from s3_server import BUCKET, S3
 from small_checkpoints import contents
 
 from ft_ckpt import verify
@@ -37,67 +35,15 @@ IN_BUCKET = "bucket:"  # prefix of the names of objects, in mappings that also h
 Files = Mapping[str, bytes]  # by path, relative to the folder of the trial
 
 
-@dataclass(frozen=True)
-class Ended:
-    """Result of a process: its exit status (-9: killed), its error, and the number of calls that changed its folder."""
-
-    status: int
-    said: str
-    calls: int
-
-
-class CommandServer:
-    """The process that forks a process for each trial, see workers/killed_commands.py."""
-
-    def __init__(self, shim: Path, *modules: str) -> None:
-        environment = {**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": python_path()}
-        self._process = subprocess.Popen(
-            [sys.executable, WORKERS / "killed_commands.py", *modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        self.pid = 0
-        self._expect("ready")
-
-    def begin(self, **asked: object) -> int:
-        """Fork a stopped process (see the worker) and return its id. The first `go_on` starts it."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
-        self.pid = int(self._line())
-        self._expect("stopped")
-        return self.pid
-
-    def go_on(self, number: int = signal.SIGCONT) -> Ended | None:
-        """Continue the process with a signal until it stops (None) or ends."""
-        os.kill(self.pid, number)
-        line = self._line()
-        if line == "stopped":
-            return None
-        self.pid = 0
-        return Ended(**json.loads(line))
-
-    def close(self) -> None:
-        """End the server, and a process that a failed trial left."""
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-        self._process.communicate()
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def _expect(self, line: str) -> None:
-        assert (found := self._line()) == line, found
+KILLS = {"killed before": {"cuts": "before"}, "killed after": {"cuts": "after"}}  # a request is executed
 
 
 @dataclass
 class CommandTrials:
     """One command and its target, run repeatedly from the same files and objects."""
 
-    server: CommandServer
+    preloaded: Preloaded
+    act: Callable[..., None]  # folder, command, step (0 prepares, 1 runs it), target, environment
     s3: S3
     command: str
     to_bucket: bool
@@ -111,47 +57,31 @@ class CommandTrials:
         self._run(self._template, step=0)
         self._objects = dict(self.s3.buckets[BUCKET])
         self.before = self._files(self._template)
+        self.after: Files = {}
+
+    def trial(self, world: World) -> None:
+        """Kill the command in one world, with a reader beside it; the old or the new is whole, the next call works."""
         with self._fresh_folder() as root:
-            begun = self.s3.asked
-            self.calls = self._run(root).calls
-            self.requests = self.s3.asked - begun
-            self.after = self._files(root)
+            wrong: list[str] = []
+            if world.fault != "killed before":
+                world.meanwhile = lambda: wrong.extend(self._read_beside(root))
+            ended = self._disturbed(world, root)
+            if ended.status == 0:  # undisturbed, or with fewer calls
+                self.after = self.after or self._files(root)
+                return
+            assert ended.status == -signal.SIGKILL, ended
+            wrong += self._check_death(root)
+            assert wrong == []
 
-    def kill_at_call(self, number: int) -> list[str] | None:
-        """Problems when the process is killed at that call; None if it makes fewer calls."""
-        with self._fresh_folder() as root:
-            self._begin(root, call=number)
-            if self.server.go_on() is not None:
-                return None
-            wrong = self._read_beside(root)
-            self.server.go_on(signal.SIGKILL)
-            return wrong + self._check_death(root)
+    def _disturbed(self, world: World, root: Path) -> Ended:
+        action: Callable[..., Ended] = partial(world.run, self.act)
+        if isinstance(world.calls, Server):  # the fake kills the process, and not the preloaded layer
 
-    def kill_at_request(self, number: int, *, acts_first: bool) -> list[str] | None:
-        """Problems when it is killed at that request, before or after it is executed; None if it makes fewer."""
-        wrong: list[str] = []
-        with self._fresh_folder() as root:
-            pid, first = self._begin(root), self.s3.asked
+            def begun(process: int) -> None:
+                world.process = process
 
-            def kill() -> None:
-                if acts_first:
-                    wrong.extend(self._read_beside(root))
-                os.kill(pid, signal.SIGKILL)
-
-            def befalls(asked: Asked) -> bool:
-                is_it = asked.number == first + number
-                if is_it and not acts_first:
-                    kill()
-                return is_it
-
-            self.s3.faults = [Fault(befalls, cuts="after", then=kill) if acts_first else Fault(befalls, cuts="before")]
-            ended = self.server.go_on()
-            self.s3.faults = []
-            if ended is not None and ended.status == 0:
-                return None
-            if ended is None or ended.status != -signal.SIGKILL:
-                return [f"not killed: {ended}"]
-            return wrong + self._check_death(root)
+            action = partial(world.run, partial(self.preloaded.run, self.act, begun=begun))
+        return action(root, *self._arguments(root))
 
     # One trial
 
@@ -169,20 +99,14 @@ class CommandTrials:
     def _set_bucket(self, objects: Mapping[str, Any]) -> None:
         self.s3.buckets[BUCKET], self.s3.uploads = dict(objects), {}
 
-    def _begin(self, root: Path, *, step: int = 1, call: int = 0) -> int:
+    def _arguments(self, root: Path, step: int = 1) -> list[Any]:
         there = f"s3://{BUCKET}/{THERE}" if self.to_bucket else str(root / THERE)
-        environment = {**self.s3.environment(), **self.environment}
-        return self.server.begin(
-            command=self.command, step=step, root=str(root), there=there, call=call, environment=environment
-        )
+        return [self.command, step, there, {**self.s3.environment(), **self.environment}]
 
-    def _run(self, root: Path, *, step: int = 1) -> Ended:
+    def _run(self, root: Path, *, step: int = 1) -> None:
         """Run the command to its end."""
-        self._begin(root, step=step)
-        ended = self.server.go_on()
-        assert ended is not None
+        ended = self.preloaded.run(self.act, root, *self._arguments(root, step))
         assert ended.status == 0, ended
-        return ended
 
     def _check_death(self, root: Path) -> list[str]:
         """Problems after a kill, and after the next call."""
@@ -318,17 +242,3 @@ def _is_kept(files: Files, name: str) -> bool:
 
 def _is_empty(folder: Path) -> bool:
     return not any(folder.iterdir())
-
-
-def all_deaths(trials: CommandTrials) -> list[tuple[str, Callable[[], list[str] | None]]]:
-    """Each kill of a command, by name; a kill at a call or request that the trial does not reach returns None."""
-    calls, requests = range(1, trials.calls + 1), range(1, trials.requests + 1)
-    ways = {True: "after", False: "at"}
-    return [
-        *((f"call {number}", partial(trials.kill_at_call, number)) for number in calls),
-        *(
-            (f"{ways[acts]} request {n}", partial(trials.kill_at_request, n, acts_first=acts))
-            for n in requests
-            for acts in ways
-        ),
-    ]

@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
+import http_server
 import torch
-from loopback import answering
+from http_server import Answer, FakeHandler, FakeServer, Fault, Request
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -30,42 +29,6 @@ _PACKED = tuple(
 _LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-@dataclass(frozen=True)
-class Request:
-    """A received request."""
-
-    method: str
-    path: str
-    query: dict[str, str]
-    body: dict[str, Any]
-    headers: dict[str, str]
-
-
-@dataclass
-class Fault:
-    """A fault of a request: "close" (no response), "close after" (executed, no response), "hang", or an error status.
-
-    A callable is called and the connection closed: the request is not executed or, with `late`, executed first. With
-    `answers` it is executed, the callable is called, and the request is answered as if nothing had happened. The
-    request is the `at`-th one after `Engine.fail` whose path begins with `path`.
-    """
-
-    how: str | int | Callable[[], Any]
-    at: int = 1
-    path: str = ""
-    times: int = 1
-    late: bool = False
-    answers: bool = False
-    seen: int = 0
-
-    def befalls(self, path: str) -> bool:
-        """Whether this request goes wrong."""
-        if not path.startswith(self.path):
-            return False
-        self.seen += 1
-        return self.at <= self.seen < self.at + self.times
-
-
 @dataclass
 class Loaded:
     """A loaded adapter."""
@@ -75,7 +38,7 @@ class Loaded:
 
 
 @dataclass
-class Engine:
+class Engine(FakeServer):
     """The state of a server, and how it misbehaves.
 
     `traits`: "stale names" (an adapter loaded under a used name answers as its first), "cached weights" (a reload keeps
@@ -98,11 +61,8 @@ class Engine:
     delay_seconds: float = 0.0
     traits: set[str] = field(default_factory=set)
     elsewhere: str = ""
-    url: str = ""
     weight_version: str = "default"
     adapters: dict[str, Loaded] = field(default_factory=dict)
-    requests: list[Request] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
     shards: dict[str, Tensor] = field(default_factory=dict)
     first_digests: dict[str, str] = field(default_factory=dict)
     packed: dict[str, str] = field(default_factory=dict)  # digests of layers in the layout that was made first
@@ -113,10 +73,9 @@ class Engine:
     gate: Callable[[Request], Any] = lambda _: None  # called before a request is received; may block
 
     def __post_init__(self) -> None:
+        super().__init__()
         self.running = threading.Event()
         self.running.set()
-        self.over = threading.Event()
-        self.lock = threading.RLock()
         self.start()
 
     def start(self) -> None:
@@ -129,14 +88,22 @@ class Engine:
     def is_paused(self) -> bool:
         return not self.running.is_set()
 
-    def fail(self, how: str | int | Callable[[], Any], at: int = 1, path: str = "", **more: Any) -> Fault:
-        """Make a request fail, see Fault."""
-        self.faults[:] = [Fault(how, at, path, **more)]
+    def fail(self, matches: str = "", status: int = 0, **more: Any) -> Fault:
+        """Make a request fail, and no other any more."""
+        self.faults[:] = [Fault(matches, status, **more)]
         return self.faults[0]
 
-    def asked(self, path: str) -> list[Request]:
+    def requests_to(self, path: str) -> list[Request]:
         """The received requests to `path`."""
         return [request for request in self.requests if request.path == path]
+
+    def arrive(self, request: Request) -> None:
+        """Let a test hold the request up."""
+        self.gate(request)
+
+    def refusal(self, fault: Fault) -> Answer:
+        """The engine's own error."""
+        return Answer(fault.status, _error_text(self.kind, fault.status))
 
     @property
     def changes(self) -> list[str]:
@@ -274,9 +241,7 @@ class _Refusal(Exception):  # noqa: N818 - how an action ends early
 def serving(base: Path, kind: str = "vllm", **settings: Any) -> Iterator[Engine]:
     """A server with the model in `base`, see Engine."""
     engine = Engine(base, kind, **settings)
-    handler = type("_Bound", (_Handler,), {"engine": engine})
-    with answering(handler) as url:
-        engine.url = url
+    with http_server.serving(engine, _Handler):
         try:
             yield engine
         finally:
@@ -284,51 +249,15 @@ def serving(base: Path, kind: str = "vllm", **settings: Any) -> Iterator[Engine]
             engine.running.set()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    engine: Engine
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def do_any(self) -> None:
-        engine, parts = self.engine, urlsplit(self.path)
-        text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        body = json.loads(text) if text else {}
-        request = Request(self.command, parts.path, dict(parse_qsl(parts.query)), body, dict(self.headers))
-        engine.gate(request)
-        with engine.lock:
-            engine.requests.append(request)
-            fault = next((each for each in engine.faults if each.befalls(request.path)), None)
+class _Handler(FakeHandler):
+    def answer(self, request: Request) -> Answer:
+        engine: Engine = self.fake
         if "redirects" in engine.traits:
-            self._send(307, {}, {"Location": engine.elsewhere + self.path})
-            return
+            return Answer(307, {}, {"Location": engine.elsewhere + self.path})
         engine.over.wait(engine.delay_seconds)
-        if fault is not None:
-            if callable(fault.how):
-                outcome = self._outcome(request) if fault.late or fault.answers else None
-                fault.how()
-                if fault.answers and outcome is not None:
-                    self._send(*outcome)
-                else:
-                    self.close_connection = True
-            elif fault.how == "hang":
-                engine.over.wait(60)
-                self.close_connection = True
-            elif isinstance(fault.how, int):
-                self._send(fault.how, _error_text(engine.kind, fault.how))
-            else:
-                if fault.how == "close after":
-                    self._outcome(request)
-                self.close_connection = True
-            return
-        self._send(*self._outcome(request))
+        return Answer(*self._result(engine, request))
 
-    do_GET = do_POST = do_any  # noqa: N815 - http.server's names
-
-    def _outcome(self, request: Request) -> tuple[int, Any]:
-        engine = self.engine
+    def _result(self, engine: Engine, request: Request) -> tuple[int, Any]:
         if request.path == "/v1/completions":  # without the lock: it may have to wait
             return self._guarded(_completion, engine, request)
         with engine.lock:
@@ -349,16 +278,6 @@ class _Handler(BaseHTTPRequestHandler):
             return 400, {
                 "error": {"message": f"1 validation error: missing {error}", "type": "Bad Request", "code": 400}
             }
-
-    def _send(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
-        is_text = isinstance(body, str)
-        data = body.encode() if is_text else json.dumps(body).encode()
-        self.send_response(status)
-        kind = "text/plain" if is_text else "application/json"
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(data)), **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data)
 
 
 def _error_text(kind: str, status: int) -> dict[str, Any]:

@@ -1,30 +1,204 @@
-"""Processes killed at a chosen call to the disk, and recorded writes to it."""
+"""One disturbed run after another: a fault, a kill or a delay at each call of the disk, of the system, of a store, of a
+server.
 
+    def trial(world):
+        folder = prepared(tmp_path / world.name)
+        world.run(overwrite, folder)  # in this world
+        assert is_old_or_new(folder)
+        overwrite(folder)  # the next one works
+        assert is_new(folder)
+
+    assert try_worlds(trial, Disk("killed")).calls > 10
+
+`try_worlds` calls the trial in an undisturbed world first, which counts the calls, and then in a world for each call
+and fault. If trials fail, its error names their worlds, and what to set to try one of them alone: FT_CKPT_WORLD.
+
+`Disk` (calls of ft_ckpt), `Requests` (of a store) and `Server` (requests to an HTTP fake) are in this module; `System`
+(all calls of the C library, by a preloaded layer) is in preloaded.py. Beside that one, `Disk` stays: it forks the
+process of the test itself, takes no compiler, and can raise Ctrl-C at a call.
+"""
+
+import errno
+import mmap
 import os
+import random
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+from http_server import FakeServer, Fault
+from seeds import chosen_seed
+from watched_stores import Stopped, Watch
+
+from ft_ckpt.errors import TargetError
 from ft_ckpt.storage import local_disk
 
-CALLS = ("mkdir", "move", "exchange_folders", "unlink", "chmod", "fsync", "rmtree")  # every call that changes the disk
+_MAX_SHOWN = 10
+_DISK_CALLS = ("mkdir", "move", "exchange_folders", "unlink", "chmod", "fsync", "rmtree")  # all that change the disk
+_RAISED = {"Ctrl-C": KeyboardInterrupt(), "EIO": OSError(errno.EIO, "I/O error")}
 
 
-def dies_at(call: int, action: Callable[[], object]) -> bool:
-    """Run `action` in a forked process that is killed just before its `call`-th call (1 is the first) to the disk.
+class Calls:
+    """Calls that can be counted, and faults that can meet each of them."""
 
-    False when `action` made fewer calls and returned. A removal of a folder is killed half way, too.
+    faults: Sequence[str] = ()
+
+    def run(self, world: "World", action: Callable[..., Any], *arguments: Any) -> Any:
+        """Do `action` in that world; write down there how many calls it made, and whether the fault came."""
+        raise NotImplementedError
+
+
+@dataclass
+class World:
+    """One run: undisturbed, or with a fault at one call."""
+
+    calls: Calls
+    fault: str = ""  # "": undisturbed
+    number: int = 0  # of the call that the fault meets; the first is 1
+    count: int = 0  # calls that the run made
+    is_met: bool = False  # False if the run made fewer calls
+    watch: Watch = field(default_factory=Watch)  # of the stores in this world
+    process: int = 0  # the one that a fault of a server kills
+    meanwhile: Callable[[], object] = lambda: None  # called just before a kill of another process
+
+    @property
+    def name(self) -> str:
+        """A name for the files of this world."""
+        return f"{type(self.calls).__name__.lower()}-{self.fault.replace(' ', '-') or 'undisturbed'}-{self.number}"
+
+    def run(self, action: Callable[..., Any], *arguments: Any) -> Any:
+        """Do `action` in this world. A kill and an error of ft_ckpt are part of it; any other error is raised."""
+        return self.calls.run(self, action, *arguments)
+
+    def kill(self) -> None:
+        """Kill its process."""
+        self.meanwhile()
+        os.kill(self.process, signal.SIGKILL)
+
+
+@dataclass
+class Report:
+    """What was tried: the number of calls that can be met, and how many worlds came to their call or ended before."""
+
+    calls: int
+    met: int = 0
+    missed: int = 0
+
+
+def try_worlds(trial: Callable[[World], object], *calls: Calls, every: int = 1, max_worlds: int = 0) -> Report:
+    """Call `trial` in an undisturbed world of each of `calls`, and then in one for each call and fault.
+
+    With the seed 0 it interferes at each `every`th call. With `max_worlds`, so many worlds are drawn.
+    """
+    worlds, count = [], 0
+    for kind in calls:
+        undisturbed = World(kind)
+        trial(undisturbed)
+        count += undisturbed.count
+        step = every if os.environ["FT_CKPT_SEED"] == "0" else 1
+        numbers = range(1, undisturbed.count + 1, step)
+        worlds += [World(kind, fault, number) for number in numbers for fault in kind.faults]
+    if max_worlds:
+        worlds = random.Random(chosen_seed()).sample(worlds, min(max_worlds, len(worlds)))
+    if single := os.environ.get("FT_CKPT_WORLD"):
+        worlds = [world for world in worlds if world.name == single]
+    return _tried(trial, worlds, Report(count))
+
+
+def _tried(trial: Callable[[World], object], worlds: Sequence[World], report: Report) -> Report:
+    failed: list[tuple[World, Exception]] = []
+    for world in worlds:
+        try:
+            trial(world)
+        except Exception as error:
+            failed.append((world, error))
+        report.met += world.is_met
+        report.missed += not world.is_met
+    print(report)
+    if failed:
+        lines = [f"{world.name}: {type(error).__name__}: {error}" for world, error in failed[:_MAX_SHOWN]]
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
+        again = f"to repeat the first: FT_CKPT_WORLD={failed[0][0].name} python -m pytest '{test}'"
+        text = "\n".join([f"{len(failed)} of {len(worlds)} worlds failed", *lines, again])
+        raise AssertionError(text) from failed[0][1]
+    return report
+
+
+class Disk(Calls):
+    """The calls of ft_ckpt that change the disk, in this process. Nothing is really synced: no power is cut.
+
+    "killed": the action is done in a fork, which is killed just before the call, or half way in the removal of a
+    folder. "Ctrl-C" and "EIO" are raised at the call.
     """
 
-    def doomed() -> None:
-        stop_at(call, lambda: os.kill(os.getpid(), signal.SIGKILL), partial=True)
-        action()
+    def __init__(self, fault: str) -> None:
+        self.faults = (fault,)
 
-    status, said = _forked(doomed)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, said
-    return os.WIFSIGNALED(status)
+    def run(self, world: World, action: Callable[..., Any], *arguments: Any) -> Any:
+        with closing(mmap.mmap(-1, mmap.PAGESIZE)) as memory:  # shared with a fork
+            counted = partial(_counting, memory, world, action, *arguments)
+            result = None
+            if self.faults[0] in _RAISED:
+                result = _in_this_process(world, counted)
+            else:
+                _in_a_fork(world, counted)
+            world.count = int.from_bytes(memory[:8], "little")
+        world.is_met = 0 < world.number <= world.count
+        return result
+
+
+def _counting(memory: mmap.mmap, world: World, action: Callable[..., Any], *arguments: Any) -> Any:
+    """Do `action`; `memory` has the number of its calls to the disk."""
+
+    def wrapped(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            count = int.from_bytes(memory[:8], "little") + 1
+            memory[:8] = count.to_bytes(8, "little")
+            if count == world.number:
+                if name == "rmtree":
+                    _remove_half(Path(args[0]))
+                _interfere(world.fault)
+            return None if name == "fsync" else real(*args, **more)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _DISK_CALLS:
+            patch.setattr(local_disk, name, wrapped(name, getattr(local_disk, name)))
+        return action(*arguments)
+
+
+def _interfere(fault: str) -> None:
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise _RAISED[fault]
+
+
+def _remove_half(folder: Path) -> None:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in files[len(files) // 2 :]:
+        path.unlink()
+
+
+def _in_this_process(world: World, action: Callable[[], Any]) -> Any:
+    """The result of `action`; None if the fault came out of it, as itself or as an error of ft_ckpt."""
+    try:
+        return action()
+    except (KeyboardInterrupt, TargetError):
+        if not world.fault:
+            raise
+        return None
+
+
+def _in_a_fork(world: World, action: Callable[[], Any]) -> None:
+    status, said = _forked(action)
+    is_killed = world.fault == "killed" and os.WIFSIGNALED(status)
+    assert is_killed or os.waitstatus_to_exitcode(status) == 0, said
 
 
 def in_child(action: Callable[[], object]) -> str:
@@ -48,32 +222,56 @@ def _forked(action: Callable[[], object]) -> tuple[int, str]:
     return os.waitpid(child, 0)[1], said
 
 
-def stop_at(
-    call: int, stop: Callable[[], object], *, partial: bool = False, patch: Callable[[Any, str, Any], None] = setattr
-) -> None:
-    """From now on, count the calls to the disk and do `stop` just before the `call`-th. Nothing is really synced."""
-    left = call
+class Requests(Calls):
+    """The requests to the stores of `world.watch`: "stopped" ends the action as a kill would, "refused" is an error.
 
-    def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **more: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                if partial and name == "rmtree":
-                    _remove_half(args[0])
-                stop()
-            return None if name == "fsync" else real(*args, **more)  # no power is cut here: spare the disk
+    A stopped process makes no more requests: those in its `finally` are stopped as well.
+    """
 
-        return run
+    def __init__(self, fault: str) -> None:
+        self.faults = (fault,)
 
-    for name in CALLS:
-        patch(local_disk, name, counting(name, getattr(local_disk, name)))
+    def run(self, world: World, action: Callable[..., Any], *arguments: Any) -> Any:
+        def hook(_call: str, where: str) -> None:
+            world.count += 1
+            if world.fault == "stopped" and world.count >= world.number:
+                raise Stopped
+            if world.fault and world.count == world.number:
+                raise TargetError(f"{where}: refused")
+
+        world.watch.hook = hook
+        try:
+            return action(*arguments)
+        except Stopped:
+            return None
+        finally:
+            world.watch.hook = lambda call, where: None
+            world.is_met = 0 < world.number <= world.count
 
 
-def _remove_half(folder: str | os.PathLike[str]) -> None:
-    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    for path in files[len(files) // 2 :]:
-        path.unlink()
+class Server(Calls):
+    """The requests to an HTTP fake; each fault has a name and the fields of a `Fault` (http_server.py).
+
+    A fault whose name begins with "killed" kills the process `world.process`, before the request is answered.
+    """
+
+    def __init__(self, server: FakeServer, faults: Mapping[str, Mapping[str, Any]]) -> None:
+        self.server, self.fields = server, faults
+        self.faults = tuple(faults)
+
+    def run(self, world: World, action: Callable[..., Any], *arguments: Any) -> Any:
+        begun = self.server.asked
+        if world.fault:
+            fault = Fault(at=begun + world.number, **self.fields[world.fault])
+            if world.fault.startswith("killed") and fault.then is None:
+                fault.then = world.kill
+            self.server.faults = [fault]
+        try:
+            return action(*arguments)
+        finally:
+            self.server.faults = []
+            world.count = self.server.asked - begun
+            world.is_met = 0 < world.number <= world.count
 
 
 @contextmanager

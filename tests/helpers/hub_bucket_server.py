@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 from urllib.parse import parse_qs, quote, urlsplit
 
 import hf_xet
-from hub_server import ROUTES, TOKEN, Answer, Hub, HubHandler, absent, using_hub
+from http_server import Answer, serving
+from hub_server import ROUTES, TOKEN, Hub, HubHandler, absent, using_hub
 from huggingface_hub.utils import _xet
-from loopback import answering
 
 from ft_ckpt import copy
 
@@ -104,7 +104,10 @@ def _client_of(place: str | Path) -> dict[str, Any]:
 
 
 class _BucketHandler(HubHandler):
-    hub: BucketHub
+    @property
+    def hub(self) -> BucketHub:
+        """The server's state."""
+        return cast("BucketHub", self.fake)
 
     def create_bucket(self, name: str, body: bytes) -> Answer:
         url = {"url": f"{self.hub.url}/buckets/{name}"}
@@ -247,5 +250,5 @@ def serving_buckets(folder: Path) -> Iterator[BucketHub]:
     """A Hub with buckets that answers while the block runs; contents are kept in `folder`."""
     folder.mkdir(exist_ok=True)
     hub = BucketHub(folder)
-    with answering(type("Handler", (_BucketHandler,), {"hub": hub})) as hub.url:
+    with serving(hub, _BucketHandler):
         yield hub

@@ -9,19 +9,16 @@ import hashlib
 import json
 import re
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from http_server import Answer, FakeHandler, FakeServer, Request, serving
 from huggingface_hub import constants
 from huggingface_hub.utils._http import close_session
-from loopback import answering
 
 TOKEN = "hf_right"
 LARGE_BYTES = 1 << 10  # files from this size on, except .md, and weights go by LFS
@@ -64,34 +61,16 @@ class Repository:
         return self.branches.get(revision) or (revision if revision in self.commits else None)
 
 
-@dataclass
-class Fault:
-    """A fault of the next `times` requests whose "METHOD path" matches."""
-
-    matches: str
-    status: int = 0
-    says: str = "a fault"
-    times: int = 1
-    cuts: bool = False  # close the connection without a response
-    acts_first: bool = False  # execute the request before it fails
-    seconds: float = 0.0  # delay before the fault
-    skips: int = 0  # matching requests that succeed first
-    then: Callable[[], object] = lambda: None  # called before the error response or the cut
-
-
-class Hub:
+class Hub(FakeServer):
     """The server's state, and its interface for tests."""
 
     def __init__(self, part_bytes: int = 1 << 20) -> None:
+        super().__init__()
         self.repositories: dict[str, Repository] = {}
         self.large: dict[str, bytes] = {}
         self.parts: dict[tuple[str, int], bytes] = {}
         self.part_bytes = part_bytes
-        self.faults: list[Fault] = []
         self.ignored: set[str] = set()  # paths that a .gitignore excludes
-        self.requests: list[str] = []
-        self.lock = threading.RLock()
-        self.url = ""
 
     def files(self, repository: str, branch: str = "main") -> dict[str, bytes]:
         """The files at the head of a branch."""
@@ -106,22 +85,6 @@ class Hub:
             new = {path: _blob_of(path, content) for path, content in files.items()}
             found.add_commit(branch, {**old, **new}, message)
 
-    def asked(self, pattern: str) -> list[str]:
-        """The requests that match."""
-        return [request for request in self.requests if re.search(pattern, request)]
-
-    def next_fault(self, request: str) -> Fault | None:
-        """Log a request; return its fault, if any."""
-        with self.lock:
-            self.requests.append(request)
-            for fault in self.faults:
-                if fault.times > 0 and re.search(fault.matches, request):
-                    fault.skips -= 1
-                    if fault.skips < 0:
-                        fault.times -= 1
-                        return fault
-        return None
-
 
 def _blob_of(path: str, content: bytes) -> Blob:
     return Blob(content, _is_large(path, len(content)))
@@ -131,87 +94,39 @@ def _is_large(path: str, size_bytes: int) -> bool:
     return path.endswith((".safetensors", ".h5", ".bin")) or (size_bytes >= LARGE_BYTES and not path.endswith(".md"))
 
 
-class Answer(Exception):  # noqa: N818 - how a handler ends early
-    """A response."""
-
-    def __init__(self, status: int, body: Any = None, headers: dict[str, str] | None = None) -> None:
-        super().__init__(status)
-        self.status, self.headers = status, headers or {}
-        self.body = body if isinstance(body, bytes) else json.dumps({} if body is None else body).encode()
-
-
 def absent(code: str) -> Answer:
     """The response for a missing object."""
     return Answer(404, {"error": code}, {"X-Error-Code": code, "X-Error-Message": code})
 
 
-class HubHandler(BaseHTTPRequestHandler):
+class HubHandler(FakeHandler):
     """Answers the requests to a Hub by its `routes`: method, pattern of the path, action."""
 
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # else each response waits 40 ms for the client's ACK
-    hub: Hub
     routes: "list[tuple[str, str, Any]]"
 
-    def log_message(self, *_: Any) -> None:
-        pass
+    @property
+    def hub(self) -> Hub:
+        """The server's state."""
+        return cast("Hub", self.fake)
 
-    def do_any(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)) or self._chunks()
-        path = urlsplit(self.path).path
-        fault = self.hub.next_fault(f"{self.command} {path}")
-        if fault is not None:
-            time.sleep(fault.seconds)
-            if fault.acts_first:
-                self._outcome(path, body)
-            fault.then()
-            if fault.cuts:
-                self.close_connection = True
-                return
-            if fault.status:
-                self._send(Answer(fault.status, {"error": fault.says}))
-                return
-        self._send(self._outcome(path, body))
-
-    do_GET = do_HEAD = do_POST = do_PUT = do_any  # noqa: N815 - http.server's names
-
-    def _chunks(self) -> bytes:
-        """A chunked body."""
-        found = b""
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            while size := int(self.rfile.readline(), 16):
-                found += self.rfile.read(size)
-                self.rfile.readline()
-            self.rfile.readline()
-        return found
-
-    def _outcome(self, path: str, body: bytes) -> Answer:
-        try:
-            for method, pattern, action in self.routes:
-                match = re.fullmatch(pattern, path)
-                if match is not None and self.command in method.split():
-                    self._check_token(path)
-                    with self.hub.lock:
-                        return action(self, *map(unquote, match.groups()), body) or Answer(200)
-        except Answer as answer:
-            return answer
-        return Answer(404, {"error": f"no such place: {path}"})
-
-    def _check_token(self, path: str) -> None:
-        if self.command == "POST" and path.startswith("/api/") and self.headers.get("Authorization") is None:
+    def check(self, request: Request) -> None:
+        """Only the right token is taken; commits and new repositories need one."""
+        token, path = request.headers.get("authorization"), request.path
+        if request.method == "POST" and path.startswith("/api/") and token is None:
             raise Answer(401, {"error": "Invalid username or password."})
-        if not path.startswith("/lfs/") and self.headers.get("Authorization") not in (None, f"Bearer {TOKEN}"):
+        if not path.startswith("/lfs/") and token not in (None, f"Bearer {TOKEN}"):
             message = "Invalid credentials in Authorization header"
             raise Answer(401, {"error": message}, {"X-Error-Message": message})
 
-    def _send(self, answer: Answer) -> None:
-        self.send_response(answer.status)
-        headers = {"Content-Type": "application/json", "Content-Length": str(len(answer.body)), **answer.headers}
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(answer.body)
+    def answer(self, request: Request) -> Answer:
+        """Execute a request by the first route that matches."""
+        path = urlsplit(self.path).path  # quoted: a name may have a slash
+        for method, pattern, action in self.routes:
+            match = re.fullmatch(pattern, path)
+            if match is not None and request.method in method.split():
+                with self.hub.lock:
+                    return action(self, *map(unquote, match.groups()), request.content) or Answer(200)
+        return Answer(404, {"error": f"no such place: {path}"})
 
     # Request handlers
 
@@ -391,7 +306,7 @@ HubHandler.routes = ROUTES
 def serving_hub(part_bytes: int = 1 << 20) -> Iterator[Hub]:
     """A Hub that answers while the block runs; other processes reach its `url` by HF_ENDPOINT."""
     hub = Hub(part_bytes)
-    with answering(type("Handler", (HubHandler,), {"hub": hub})) as hub.url:
+    with serving(hub, HubHandler):
         yield hub
 
 

@@ -6,14 +6,12 @@ How to use it: the fixture `s3` (tests/conftest.py) is a running `S3` whose addr
     def test_something(s3):
         save(..., "s3://bucket/runs/sft")
         assert "runs/sft/checkpoint-1/ft_ckpt.json" in s3.names()  # of all objects; `s3.content(name)` is one's bytes
-        s3.faults.append(Fault("PUT .*ft_ckpt.json", status=503, times=2))  # the next two requests that match
-        s3.faults.append(Fault(at=s3.asked + 7, cuts="after"))  # the 7th from now: it is done, the answer is lost
-        s3.faults.append(Fault(lambda asked: asked.size_bytes > 1000, status=403, code="ExpiredToken", times=99))
+        s3.faults.append(Fault("PUT .*ft_ckpt.json", status=503, times=2))  # see http_server.py
         s3.advance(86_400)  # its clock
         s3.ignores_conditions = True  # a store that overwrites all the same
-        assert len(s3.seen("GET")) == 3  # in the log of requests, `s3.log`
+        assert len(s3.seen("GET")) == 3  # in the log of requests, `s3.requests`
 
-A request is matched as "METHOD /bucket/key?query". `running_s3()` is the same without pytest; for processes that are
+`running_s3()` is the same without pytest; for processes that are
 not started from here, `python tests/helpers/s3_server.py --port 9000` serves until it is ended. A process that was
 forked must not have used obstore before the fork (its threads are not forked; it says so): fork first, or start anew.
 Signatures are not checked, but keys have to be KEY. The client retries by itself, for minutes if every request fails:
@@ -23,24 +21,21 @@ Signatures are not checked, but keys have to be KEY. The client retries by itsel
 import argparse
 import hashlib
 import os
-import re
-import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from loopback import answering
+from http_server import Answer, FakeHandler, FakeServer, Fault, Request, serving
 
 BUCKET, KEY = "bucket", "AKTEST"
 FAST: dict[str, Any] = {
@@ -54,79 +49,23 @@ _MOST_DELETED, _MOST_LISTED = 1000, 1000
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A received request."""
-
-    number: int  # the first is 1
-    method: str
-    path: str  # unquoted: /bucket/key
-    query: dict[str, str]
-    headers: dict[str, str]  # by names in lower case
-    size_bytes: int  # of its body
-
-    @property
-    def line(self) -> str:
-        """Method, path and query, which faults are matched with."""
-        asked = "&".join(f"{name}={value}" for name, value in self.query.items())
-        return f"{self.method} {self.path}?{asked}"
-
-
-@dataclass
-class Fault:
-    """A fault of the next `times` requests that match, or of the request with the number `at`."""
-
-    matches: str | Callable[[Asked], bool] = ""
-    at: int = 0
-    times: int = 1
-    status: int = 0  # error response, instead of executing the request
-    code: str = "InternalError"
-    headers: dict[str, str] = field(default_factory=dict)  # {"Retry-After": "1"}
-    acts_first: bool = False  # with a status: execute the request all the same
-    cuts: str = ""  # the connection "before" the work, "during" it (half is read or answered) or "after" it
-    seconds: float = 0.0  # delay before everything else
-    keeps_bytes: int | None = None  # body bytes to send; Content-Length stays that of the whole body
-    then: Callable[[], object] | None = None  # called when the request was executed, before the response
-    lies: bool = False  # with keeps_bytes: Content-Length is that of the bytes sent
-
-    def befalls(self, asked: Asked) -> bool:
-        """True if this request is affected."""
-        if self.at:
-            return asked.number == self.at
-        if callable(self.matches):
-            return self.matches(asked)
-        return re.search(self.matches, asked.line) is not None
-
-
-@dataclass(frozen=True)
 class _Object:
     content: bytes
     etag: str
     modified: float
 
 
-class S3:
+class S3(FakeServer):
     """The server's buckets, and its interface for tests."""
 
     def __init__(self) -> None:
-        self.url = ""
+        super().__init__()
         self.buckets: dict[str, dict[str, _Object]] = {BUCKET: {}}
         self.uploads: dict[str, tuple[str, str, dict[int, bytes]]] = {}  # bucket, key and parts of unfinished uploads
-        self.faults: list[Fault] = []
-        self.log: list[Asked] = []
         self.ignores_conditions = False
         self.hides_versions = False  # no ETag after a multipart upload, as with Ceph's gateway
         self.listed_at_once = _MOST_LISTED
         self.clock: Callable[[], float] = time.time
-        self.lock = threading.RLock()
-
-    @property
-    def asked(self) -> int:
-        """Number of requests so far."""
-        return len(self.log)
-
-    def seen(self, pattern: str) -> list[str]:
-        """The requests that match."""
-        return [asked.line for asked in self.log if re.search(pattern, asked.line)]
 
     def names(self, prefix: str = "", bucket: str = BUCKET) -> list[str]:
         """The keys of all objects with that prefix."""
@@ -156,111 +95,43 @@ class S3:
         names = {"ENDPOINT_URL": self.url, "ALLOW_HTTP": "true", "ACCESS_KEY_ID": KEY, "SECRET_ACCESS_KEY": "SKTEST"}
         return {f"AWS_{name}": value for name, value in {**names, "REGION": "us-east-1"}.items()}
 
-    def admit(self, asked: Asked) -> Fault | None:
-        """The fault that applies to a request, if any; its count goes down."""
-        with self.lock:
-            for fault in self.faults:
-                if fault.times > 0 and fault.befalls(asked):
-                    fault.times -= 1
-                    return fault
-        return None
+    def refusal(self, fault: Fault) -> Answer:
+        """The error response of a fault."""
+        return _refusal(fault.status, fault.code, fault.headers)
 
 
-class _Answer(Exception):  # noqa: N818 - how a handler ends early
-    def __init__(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
-        super().__init__(status)
-        self.status, self.body, self.headers = status, body, headers or {}
-
-
-def _refusal(status: int, code: str, headers: dict[str, str] | None = None) -> _Answer:
+def _refusal(status: int, code: str, headers: dict[str, str] | None = None) -> Answer:
     body = f"<Error><Code>{code}</Code><Message>{code} it is</Message></Error>"
-    return _Answer(status, body.encode(), {"Content-Type": "application/xml", **(headers or {})})
+    return Answer(status, body.encode(), {"Content-Type": "application/xml", **(headers or {})})
 
 
-def _document(name: str, *inside: str) -> _Answer:
+def _document(name: str, *inside: str) -> Answer:
     body = f'<{name} xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{"".join(inside)}</{name}>'
-    return _Answer(200, f'<?xml version="1.0" encoding="UTF-8"?>{body}'.encode(), {"Content-Type": "application/xml"})
+    return Answer(200, f'<?xml version="1.0" encoding="UTF-8"?>{body}'.encode(), {"Content-Type": "application/xml"})
 
 
 def _field(name: str, value: object) -> str:
     return f"<{name}>{escape(str(value))}</{name}>"
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    s3: S3
+class _Handler(FakeHandler):
+    @property
+    def s3(self) -> S3:
+        return cast("S3", self.fake)
 
-    def log_message(self, *_: Any) -> None:
-        pass
+    def check(self, request: Request) -> None:
+        if f"Credential={KEY}/" not in request.headers.get("authorization", ""):
+            raise _refusal(403, "InvalidAccessKeyId")
 
-    def do_any(self) -> None:
-        url, length = urlsplit(self.path), int(self.headers.get("Content-Length") or 0)
-        query = dict(parse_qsl(url.query, keep_blank_values=True))
-        headers = {name.lower(): value for name, value in self.headers.items()}
+    def answer(self, request: Request) -> Answer:
+        bucket, _, key = request.path.lstrip("/").partition("/")
         with self.s3.lock:
-            asked = Asked(self.s3.asked + 1, self.command, unquote(url.path), query, headers, length)
-            self.s3.log.append(asked)
-        fault = self.s3.admit(asked) or Fault()
-        time.sleep(fault.seconds)
-        if fault.cuts == "before" or (fault.cuts == "during" and length):
-            self.rfile.read(length // 2 if fault.cuts == "during" else 0)
-            self._cut()
-            return
-        body = self.rfile.read(length)
-        if len(body) < length:  # the client is gone
-            self._cut()
-            return
-        if fault.status:
-            if fault.acts_first:
-                self._outcome(asked, body)
-            self._send(_refusal(fault.status, fault.code, fault.headers), fault)
-            return
-        answer = self._outcome(asked, body)
-        if fault.then is not None:
-            fault.then()
-        self._send(answer, fault)
-
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_any  # noqa: N815 - http.server's names
-
-    def _cut(self) -> None:
-        """Shut down the connection, also for processes that have inherited it."""
-        self.close_connection = True
-        with suppress(OSError):  # it may have ended already
-            self.connection.shutdown(socket.SHUT_RDWR)
-
-    def _send(self, answer: _Answer, fault: Fault) -> None:
-        if fault.cuts == "after":
-            self._cut()
-            return
-        body, whole = answer.body, len(answer.body)
-        if fault.cuts == "during" or fault.keeps_bytes is not None:
-            body = body[: whole // 2 if fault.keeps_bytes is None else fault.keeps_bytes]
-        self.send_response(answer.status)
-        length = len(body) if fault.lies else whole
-        for name, value in {"Content-Length": str(length), **answer.headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            with suppress(ConnectionError):  # the client is gone
-                self.wfile.write(body)
-            if len(body) < length or fault.cuts:
-                self._cut()
-
-    def _outcome(self, asked: Asked, body: bytes) -> _Answer:
-        try:
-            if f"Credential={KEY}/" not in asked.headers.get("authorization", ""):
-                raise _refusal(403, "InvalidAccessKeyId")
-            bucket, _, key = asked.path.lstrip("/").partition("/")
-            with self.s3.lock:
-                if bucket not in self.s3.buckets:
-                    raise _refusal(404, "NoSuchBucket")
-                answer: _Answer = self._action(asked)(self, bucket, key, asked, body)
-                return answer
-        except _Answer as answer:
+            if bucket not in self.s3.buckets:
+                raise _refusal(404, "NoSuchBucket")
+            answer: Answer = self._action(request)(self, bucket, key, request, request.content)
             return answer
 
-    def _action(self, asked: Asked) -> Any:
+    def _action(self, asked: Request) -> Any:
         for method, needs, action in _ROUTES:
             if method == asked.method and (not needs or needs in asked.query or needs in asked.headers):
                 return action
@@ -268,37 +139,37 @@ class _Handler(BaseHTTPRequestHandler):
 
     # Request handlers
 
-    def get(self, bucket: str, key: str, asked: Asked, _: bytes) -> _Answer:
+    def get(self, bucket: str, key: str, asked: Request, _: bytes) -> Answer:
         found, headers = self._found(bucket, key), asked.headers
         if not self.s3.ignores_conditions and headers.get("if-match", found.etag) not in (found.etag, "*"):
             raise _refusal(412, "PreconditionFailed")
         described = {"ETag": found.etag, "Last-Modified": formatdate(found.modified, usegmt=True)}
         described |= {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
         if asked.method == "HEAD":
-            return _Answer(200, b"", {**described, "Content-Length": str(len(found.content))})
+            return Answer(200, b"", {**described, "Content-Length": str(len(found.content))})
         if "range" not in headers:
-            return _Answer(200, found.content, described)
+            return Answer(200, found.content, described)
         size = len(found.content)
         start, stop = _range_of(headers["range"], size)
         described["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-        return _Answer(206, found.content[start:stop], described)
+        return Answer(206, found.content[start:stop], described)
 
-    def put(self, bucket: str, key: str, asked: Asked, body: bytes) -> _Answer:
+    def put(self, bucket: str, key: str, asked: Request, body: bytes) -> Answer:
         self._check_conditions(bucket, key, asked)
-        return _Answer(200, b"", {"ETag": self.s3.put(key, body, bucket)})
+        return Answer(200, b"", {"ETag": self.s3.put(key, body, bucket)})
 
-    def copy(self, bucket: str, key: str, asked: Asked, _body: bytes) -> _Answer:
+    def copy(self, bucket: str, key: str, asked: Request, _body: bytes) -> Answer:
         source, _, name = unquote(asked.headers["x-amz-copy-source"]).lstrip("/").partition("/")
         if source not in self.s3.buckets:
             raise _refusal(404, "NoSuchBucket")
         etag = self.s3.put(key, self._found(source, name).content, bucket)
         return _document("CopyObjectResult", _field("ETag", etag), _field("LastModified", self._now()))
 
-    def delete(self, bucket: str, key: str, _asked: Asked, _: bytes) -> _Answer:
+    def delete(self, bucket: str, key: str, _asked: Request, _: bytes) -> Answer:
         self.s3.buckets[bucket].pop(key, None)
-        return _Answer(204)
+        return Answer(204, b"")
 
-    def delete_many(self, bucket: str, _key: str, asked: Asked, body: bytes) -> _Answer:
+    def delete_many(self, bucket: str, _key: str, asked: Request, body: bytes) -> Answer:
         if "content-md5" not in asked.headers and not any(name.startswith("x-amz-checksum") for name in asked.headers):
             raise _refusal(400, "InvalidRequest")  # as the real one does
         keys = [each.text or "" for each in ElementTree.fromstring(body).iter() if each.tag.endswith("Key")]
@@ -308,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.s3.buckets[bucket].pop(doomed, None)
         return _document("DeleteResult", *(f"<Deleted>{_field('Key', doomed)}</Deleted>" for doomed in keys))
 
-    def list(self, bucket: str, _key: str, asked: Asked, _: bytes) -> _Answer:
+    def list(self, bucket: str, _key: str, asked: Request, _: bytes) -> Answer:
         prefix, delimiter = asked.query.get("prefix", ""), asked.query.get("delimiter", "")
         after = asked.query.get("continuation-token", asked.query.get("start-after", ""))
         limit = min(int(asked.query.get("max-keys", _MOST_LISTED)), self.s3.listed_at_once)
@@ -320,20 +191,20 @@ class _Handler(BaseHTTPRequestHandler):
         facts += [_field("MaxKeys", limit), _field("IsTruncated", str(bool(more)).lower()), *more]
         return _document("ListBucketResult", *facts, *(self._listed(bucket, entry, delimiter) for entry in shown))
 
-    def begin(self, bucket: str, key: str, _asked: Asked, _: bytes) -> _Answer:
+    def begin(self, bucket: str, key: str, _asked: Request, _: bytes) -> Answer:
         upload = uuid.uuid4().hex
         self.s3.uploads[upload] = bucket, key, {}
         names = _field("Bucket", bucket), _field("Key", key), _field("UploadId", upload)
         return _document("InitiateMultipartUploadResult", *names)
 
-    def put_part(self, bucket: str, key: str, asked: Asked, body: bytes) -> _Answer:
+    def put_part(self, bucket: str, key: str, asked: Request, body: bytes) -> Answer:
         number = int(asked.query["partNumber"])
         if not 1 <= number <= 10_000:
             raise _refusal(400, "InvalidArgument")
         self._upload(bucket, key, asked)[number] = body
-        return _Answer(200, b"", {"ETag": f'"{hashlib.md5(body).hexdigest()}"'})
+        return Answer(200, b"", {"ETag": f'"{hashlib.md5(body).hexdigest()}"'})
 
-    def complete(self, bucket: str, key: str, asked: Asked, body: bytes) -> _Answer:
+    def complete(self, bucket: str, key: str, asked: Request, body: bytes) -> Answer:
         parts = self._upload(bucket, key, asked)
         numbers = [int(each.text or 0) for each in ElementTree.fromstring(body).iter() if each.tag.endswith("Number")]
         if not numbers or numbers != sorted(numbers) or not set(numbers) <= parts.keys():
@@ -348,18 +219,18 @@ class _Handler(BaseHTTPRequestHandler):
         told = "" if self.s3.hides_versions else etag
         return _document("CompleteMultipartUploadResult", _field("Key", key), _field("ETag", told))
 
-    def abort(self, bucket: str, key: str, asked: Asked, _: bytes) -> _Answer:
+    def abort(self, bucket: str, key: str, asked: Request, _: bytes) -> Answer:
         self._upload(bucket, key, asked)
         del self.s3.uploads[asked.query["uploadId"]]
-        return _Answer(204)
+        return Answer(204, b"")
 
-    def list_uploads(self, bucket: str, _key: str, asked: Asked, _: bytes) -> _Answer:
+    def list_uploads(self, bucket: str, _key: str, asked: Request, _: bytes) -> Answer:
         found = [(name, key) for name, (place, key, _) in self.s3.uploads.items() if place == bucket]
         found = [each for each in found if each[1].startswith(asked.query.get("prefix", ""))]
         entries = [f"<Upload>{_field('Key', key)}{_field('UploadId', name)}</Upload>" for name, key in found]
         return _document("ListMultipartUploadsResult", *entries, "<IsTruncated>false</IsTruncated>")
 
-    def _upload(self, bucket: str, key: str, asked: Asked) -> dict[int, bytes]:
+    def _upload(self, bucket: str, key: str, asked: Request) -> dict[int, bytes]:
         place, name, parts = self.s3.uploads.get(asked.query["uploadId"], ("", "", {}))
         if (place, name) != (bucket, key):
             raise _refusal(404, "NoSuchUpload")
@@ -371,7 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _refusal(404, "NoSuchKey")
         return found
 
-    def _check_conditions(self, bucket: str, key: str, asked: Asked) -> None:
+    def _check_conditions(self, bucket: str, key: str, asked: Request) -> None:
         found, conditions = self.s3.buckets[bucket].get(key), asked.headers
         if self.s3.ignores_conditions:
             return
@@ -428,7 +299,7 @@ _ROUTES: list[tuple[str, str, Any]] = [  # method, query parameter or header, ha
 def running_s3(port: int = 0, host: str = "127.0.0.1") -> Iterator[S3]:
     """A server that answers while the block runs; the environment points clients to it."""
     s3 = S3()
-    with answering(type("Handler", (_Handler,), {"s3": s3}), port, host) as s3.url:
+    with serving(s3, _Handler, port, host):
         kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
         with patch.dict(os.environ, {**kept, **s3.environment()}, clear=True):
             yield s3

@@ -1,4 +1,4 @@
-"""The seed of a random test (FT_CKPT_SEED), how many examples it takes, and at which of many calls it interferes."""
+"""The seed of a random test (FT_CKPT_SEED), and how many examples it takes."""
 
 import os
 
@@ -13,8 +13,3 @@ def chosen_seed() -> int:
 def examples(count: int) -> int:
     """Examples of a property-based test: all with a seed other than 0, else a quarter (at least 5), always the same."""
     return count if os.environ["FT_CKPT_SEED"] != "0" else max(count // 4, 5)
-
-
-def next_call(call: int, every: int = 3) -> int:
-    """The call after `call` at which a test interferes: the next one with a seed other than 0, else each `every`th."""
-    return call + (1 if os.environ["FT_CKPT_SEED"] != "0" else every)

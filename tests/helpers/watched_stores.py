@@ -95,21 +95,6 @@ class _WatchedFile:
         self.inner.read_into(memory, start)
 
 
-def stopping_at(call: int, error: Callable[[], BaseException] = Stopped) -> tuple[Hook, Callable[[], bool]]:
-    """A hook that raises at the `call`-th request (1 is the first), and a function that says whether it has raised.
-
-    A stopped process makes no more requests: those in its `finally` raise as well.
-    """
-    left = [call]
-
-    def hook(name: str, where: str) -> None:
-        left[0] -= 1
-        if left[0] == 0 or (left[0] < 0 and error is Stopped):
-            raise error()
-
-    return hook, lambda: left[0] <= 0
-
-
 def all_interleavings(actors: Callable[[], "list[Callable[[Hook], object]]"], check: Callable[[], object]) -> int:
     """Run `actors` in threads, one request at a time, in every order, and `check` after each; the number of orders.
 

@@ -2,7 +2,8 @@
 
 import models
 import pytest
-from hub_server import Fault, serving_hub, using_hub
+from http_server import Fault
+from hub_server import serving_hub, using_hub
 from huggingface_hub import RepoCard
 from trainers import ours, run
 

@@ -31,9 +31,9 @@ def asked(s3):
 
     @contextmanager
     def counting():
-        found, before = Counter(), len(s3.log)
+        found, before = Counter(), len(s3.requests)
         yield found
-        found.update("LIST" if "list-type" in each.query else each.method for each in s3.log[before:])
+        found.update("LIST" if "list-type" in each.query else each.method for each in s3.requests[before:])
 
     return counting
 

@@ -6,7 +6,7 @@ whole, the run goes on as if nothing had been, and nothing that was broken off s
 
 import pytest
 from bucket_lives import PREFIX, Life, committed, kill_at, live
-from s3_server import Fault
+from http_server import Fault
 
 BEFORE, DONE, AFTER = 2, 3, 4  # the step that each trial begins at, the one that it makes, and the one after it
 

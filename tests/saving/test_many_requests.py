@@ -69,7 +69,7 @@ def test_requests_that_read(files, s3):
     begin("s3://bucket/run", 4)
     before = s3.asked
     go_on("s3://bucket/run")
-    looked = [each for each in s3.log[before:] if each.method in ("GET", "HEAD") and "checkpoint-4/" in each.line]
+    looked = [each for each in s3.requests[before:] if each.method in ("GET", "HEAD") and "checkpoint-4/" in each.line]
     # There the first bytes of a file are all of it. Here manifest and document are larger, and what a rank has of its
     # own, a few arrays of random numbers, lies deep in one file; weights are opened by rank 0 alone.
     further = 2 + 3

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from bucket_lives import BUCKET_RUN, committed, kill_at, live
+from http_server import Fault
 from launch import run_and_signal, run_cases, selected
-from s3_server import FAST, Fault, running_s3
+from s3_server import FAST, running_s3
 from training import QUIET, learn, prepared
 
 from ft_ckpt import CheckpointSaver, Keep, latest, verify

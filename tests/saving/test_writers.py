@@ -8,9 +8,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import faults
 import models
 import pytest
 import torch
-from s3_server import S3, Fault
+from s3_server import S3
 
 import ft_ckpt
 import ft_ckpt.writer as writer_module
@@ -552,46 +552,42 @@ def check_newest(run: Any, names: Sequence[str] = ("replay",)) -> int:
         return progress.step
 
 
-def kill_at(folder: Path, call: int) -> bool:
-    """Whether a save that is killed before its n-th call to the disk was; the next one goes on from what is there."""
+def check_killed(folder: Path, world: faults.World) -> None:
+    """After a save that is killed at a call to the disk, the next one goes on from what is there."""
+    folder = folder / world.name
     save_with_part(folder, 1)
-    killed = faults.dies_at(call, lambda: save_with_part(folder, 2))
-    assert check_newest(folder) in ((1, 2) if killed else (2,))
+    world.run(save_with_part, folder, 2)
+    assert check_newest(folder) in ((1, 2) if world.is_met else (2,))
     save_with_part(folder, 3)
     assert check_newest(folder) == 3
-    return killed
 
 
 @pytest.mark.sample("50")
 @pytest.mark.parametrize("call", [10, 30, 50])
 def test_a_trainer_killed_at_some_calls(tmp_path: Path, call: int) -> None:
-    assert kill_at(tmp_path, call)
+    world = faults.World(faults.Disk("killed"), "killed", call)
+    check_killed(tmp_path, world)
+    assert world.is_met
 
 
 @pytest.mark.slow
 def test_a_trainer_killed_at_every_call(tmp_path: Path) -> None:
-    calls = next(call for call in range(1, 1000) if not kill_at(tmp_path / str(call), call))
-    assert calls > 50
+    assert faults.try_worlds(partial(check_killed, tmp_path), faults.Disk("killed")).calls > 50
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [{"status": 503, "times": 1}, {"cuts": "after"}, {"cuts": "before"}, {"status": 403}])
 def test_a_fault_at_every_request_of_two_writers(s3: S3, fault: dict[str, Any]) -> None:
     """A save succeeds or raises; what is committed has the parts of its step, and the next save succeeds."""
-    names, outcomes = ("replay", "rollout"), Counter[str]()
-    for number in range(1, 1000):
-        run = f"s3://bucket/run-{number}"
+    names = ("replay", "rollout")
+
+    def trial(world: faults.World) -> None:
+        run = f"s3://bucket/{world.name}"
         save_with_part(run, 1, names)
-        s3.faults, begun = [Fault(at=s3.asked + number, **fault)], s3.asked
-        try:
-            save_with_part(run, 2, names)
-            outcomes["saved"] += 1
-        except (CheckpointError, OSError) as error:
-            outcomes[type(error).__name__] += 1
-        was_met, s3.faults = s3.asked - begun >= number, []
+        with suppress(CheckpointError, OSError) if world.fault else nullcontext():
+            world.run(save_with_part, run, 2, names)
         assert check_newest(run, names) in (1, 2)
         save_with_part(run, 3, names)
         assert check_newest(run, names) == 3
-        if not was_met:
-            break
-    assert sum(outcomes.values()) > 30, outcomes
+
+    assert faults.try_worlds(trial, faults.Server(s3, {"fault": fault})).calls > 30

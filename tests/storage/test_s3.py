@@ -4,7 +4,8 @@ import os
 
 import pytest
 from contract_store import put
-from s3_server import BUCKET, FAST, Fault
+from http_server import Fault
+from s3_server import BUCKET, FAST
 
 from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError, TargetError, UnreadableError
 from ft_ckpt.storage.place import open_store
@@ -143,7 +144,7 @@ def test_pages_of_a_listing_and_deletions_of_more_than_a_thousand(s3, store):
     names = [each.name for each in store.list("many")]
     assert len(names) == len(set(names)) == 1200
     assert len(store.list_folder("many").folders) == 1200
-    s3.log.clear()
+    s3.requests.clear()
     store.delete(names)
     assert store.list("many") == []
     assert len(s3.seen("POST .*delete")) == 2

@@ -2,16 +2,14 @@
 
 import os
 import shutil
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from broken_lines import broken_line
 from buckets import new_bucket
-from faults import dies_at
-from seeds import next_call
+from faults import Disk, Requests, try_worlds
 from small_checkpoints import contents, make_checkpoint, save_with_state
-from watched_stores import Stopped, Watch, stopping_at
 
 from ft_ckpt import copy, verify
 from ft_ckpt.checkpoint.catalog import load_manifest
@@ -236,37 +234,30 @@ def test_a_failed_request_leaves_nothing_and_the_next_copy_completes(small, tmp_
 def test_a_copy_that_is_killed_leaves_nothing_and_the_next_completes(small, tmp_path, monkeypatch):
     monkeypatch.setattr(local_disk, "fsync", lambda _: None)
     expected = contents(small)
-    call = 0
-    while call := next_call(call):
-        goal = tmp_path / f"copy-{call}"
-        killed = dies_at(call, lambda goal=goal: copy(small, goal))
+
+    def trial(world):
+        goal = tmp_path / world.name
+        world.run(copy, small, goal)
         if (goal / MANIFEST_NAME).exists():
             assert verify(goal).ok
         copy(small, goal)
         assert contents(goal).keys() == expected.keys()
         assert verify(goal).ok
-        if not killed:
-            assert call > 5
-            break
+
+    assert try_worlds(trial, Disk("killed"), every=3).calls > 5
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
 
 def test_an_overwrite_in_a_bucket_that_stops_at_any_request_is_finished_by_the_next(small, run):
     """Stopped while it deletes the old one, it once left files that no later copy could replace."""
 
-    def stopped(at):
+    def trial(world):
         bucket = new_bucket()
         goal = Place(bucket, "checkpoint-1")
         copy(run / "checkpoint-1", goal)
-        hook, came = stopping_at(at)
-        with suppress(Stopped):
-            copy(small, Place(Watch(hook).store(bucket), "checkpoint-1"), overwrite=True)
+        world.run(partial(copy, overwrite=True), small, Place(world.watch.store(bucket), "checkpoint-1"))
         assert copy(small, goal, overwrite=True).bytes
         assert verify(goal).ok
         assert files_of(goal) == files_of(Place(LocalStore(small)))
-        return came()
 
-    at = 1
-    while stopped(at):
-        at = next_call(at)
-    assert at > 20
+    assert try_worlds(trial, Requests("stopped"), every=3).calls > 20

@@ -15,7 +15,8 @@ import torch
 from accelerate import Accelerator
 from buckets import new_bucket
 from compare import stored
-from hub_server import TOKEN, Fault, serving_hub, using_hub
+from http_server import Fault
+from hub_server import TOKEN, serving_hub, using_hub
 from huggingface_hub import ModelCard, RepoCard
 from huggingface_hub.utils import _http
 from peft import LoraConfig, get_peft_model
@@ -78,7 +79,7 @@ def test_a_pushed_checkpoint_is_one_commit_and_comes_back_as_it_was(hub, made, t
     assert report.is_new
     assert hub.repositories["user/model"].messages == ["initial commit", "Push full, step 7"]
     assert set(hub.files("user/model")) == {".gitattributes", *report.files}
-    assert hub.asked("PUT /lfs/part"), "no file went in parts"
+    assert hub.seen("PUT /lfs/part"), "no file went in parts"
     fetched = pull(report.url, tmp_path / "back")
     assert fetched.verified
     assert fetched.oid == report.oid
@@ -228,10 +229,10 @@ def test_a_name_alone_is_of_the_account(hub, made):
     [
         Fault("POST .*/preupload/", 503),
         pytest.param(Fault("PUT /lfs/", 500), marks=pytest.mark.slow),
-        Fault("PUT /lfs/", cuts=True),
+        Fault("PUT /lfs/", cuts="before"),
         pytest.param(Fault("POST .*/commit/", 503, times=2), marks=pytest.mark.slow),
         pytest.param(Fault("POST .*/commit/", 500, acts_first=True), marks=pytest.mark.slow),
-        Fault("POST .*/commit/", cuts=True, acts_first=True),
+        Fault("POST .*/commit/", cuts="after"),
         Fault("GET .*/resolve/", 503),
         pytest.param(Fault("POST .*/commit/", seconds=0.2), marks=pytest.mark.slow),
     ],
@@ -241,7 +242,7 @@ def test_a_push_outlives_what_passes(hub, made, fault):
     hub.put("user/model", {"README.md": b"# mine\n"})
     hub.faults.append(fault)
     report = push(made / "full", "user/model")
-    assert fault.times == 0
+    assert fault.matched >= fault.times
     assert hub.files("user/model")["model.safetensors"] == (made / "full" / "model.safetensors").read_bytes()
     assert len(hub.repositories["user/model"].messages) == 2
     assert report.oid == hub.repositories["user/model"].branches["main"]

@@ -37,7 +37,7 @@ def saver_publish(folder: Path) -> None:
         if engine is not None:
             assert report is not None
             assert [*engine.adapters] == [report.name]
-            engine.fail(500, path="/v1/load_lora_adapter")
+            engine.fail("/v1/load_lora_adapter", 500)
         dist.barrier()
         with pytest.raises(EngineError if harness.RANK == 0 else RankError, match="EngineCore encountered an issue"):
             saver.publish(with_adapter(base_model("llama"), 2), url, step=2, name="policy")
