@@ -261,17 +261,6 @@ class SaveMark(ExclusiveLease):
                 self._take_over()
         self.begin()
 
-    def take_after_look(self) -> None:
-        """As `take`, in a store without conditional writes: checks for a mark first.
-
-        Two saves that check at the same moment both continue; `check` refuses the one whose mark was replaced.
-        """
-        if self.store.stat(SAVING) is None:
-            self.put()
-        else:
-            self._take_over()
-        self.begin()
-
     def declare_clear(self) -> None:
         """Record in the mark that no foreign files are in the folder, for the cleanup after a crash."""
         if not self.cleared:

@@ -11,7 +11,7 @@ from ft_ckpt.errors import CheckpointError, ConfigError, NameTakenError, TargetE
 from ft_ckpt.messages import warn
 from ft_ckpt.storage.local_disk import PREFIX
 from ft_ckpt.storage.local_store import LocalStore, folder_of
-from ft_ckpt.storage.place import Place, is_hub_bucket, open_place
+from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store
 from ft_ckpt.storage.trials import IF_NEW, try_place
 
@@ -27,8 +27,6 @@ def check_directory(directory: Place, config: SaverConfig, *, is_main: bool) -> 
     if isinstance(store, LocalStore):
         commit.check_target(store.folder, 0)
         return
-    if is_hub_bucket(directory):
-        store.create("checkpoint", 0)  # raises ConfigError
     if "{step}" not in config.name_template and not config.overwrite:
         raise ConfigError(
             f"name_template={config.name_template!r}: saves replace each other, which in a bucket takes "

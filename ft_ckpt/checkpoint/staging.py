@@ -5,7 +5,7 @@ final names, and writing the manifest, last and only if there is none, is the co
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -182,17 +182,15 @@ def open_object_staging(
     mark = SaveMark(store, run_id=run_id)
     mark.take()
     try:
-        clear_folder(store, settled_list(store, SAVING), mark, overwrite=overwrite)
+        _clear_folder(store, settled_list(store, SAVING), mark, overwrite=overwrite)
     except BaseException:
         mark.release()
         raise
     return ObjectStaging(store, beside, mark)
 
 
-def clear_folder(
-    store: Store, listed: Sequence[Stored], mark: SaveMark, *, overwrite: bool, keep: Collection[str] = ()
-) -> None:
-    """Delete the objects in the way of a save, except those it will `keep`; raises as `open_object_staging` does."""
+def _clear_folder(store: Store, listed: Sequence[Stored], mark: SaveMark, *, overwrite: bool) -> None:
+    """Delete the objects in the way of a save; raises as `open_object_staging` does."""
     names = {each.name for each in listed}
     guards = sorted(name for name in names if name.startswith((PIN, LEASE)))
     listing_files = [name for name in names if name.startswith((MANIFEST_NAME, TOMBSTONE))]
@@ -205,7 +203,7 @@ def clear_folder(
         raise NameTakenError(f"{store.url}: the checkpoint is pinned or being read: {listing(guards)}")
     ours = {path for name in listing_files for path in manifest_files(store, name)} & names
     ours |= files_of_save(names - {MANIFEST_NAME}) if mark.cleared and MANIFEST_NAME not in names else set()
-    if others := sorted(name for name in names - ours - set(keep) if not _is_meta(name)):
+    if others := sorted(name for name in names - ours if not _is_meta(name)):
         raise TargetError(
             f"{store.url}: {listing(others, ', ')}: files that belong to no checkpoint are in the way; move "
             "them, or use "
@@ -213,7 +211,7 @@ def clear_folder(
         )
     mark.declare_clear()  # first: without the manifest, only the mark says which save the rest belongs to
     store.delete([MANIFEST_NAME] if MANIFEST_NAME in names else [])
-    store.delete([*sorted(ours - set(keep)), *(name for name in names if name.startswith((TOMBSTONE, PIN, LEASE)))])
+    store.delete([*sorted(ours), *(name for name in names if name.startswith((TOMBSTONE, PIN, LEASE)))])
 
 
 def open_staging_at(

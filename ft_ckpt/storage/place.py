@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, MissingError, UnreadableError
 from ft_ckpt.messages import install_extra, without_secrets
-from ft_ckpt.storage.local_disk import local_path
+from ft_ckpt.storage.local_disk import HUB_BUCKETS, local_path
 from ft_ckpt.storage.local_store import LocalStore, linked_path, readable_mode
-from ft_ckpt.storage.store import HUB_BUCKETS, Readable, Store, is_name
+from ft_ckpt.storage.store import Readable, Store, is_name
 
 if TYPE_CHECKING:
-    from ft_ckpt.storage.hub_bucket import HubBucket
     from ft_ckpt.storage.object_store import ObjectStore
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "memory")
@@ -26,7 +25,7 @@ _SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")  # prefixes of the environment variabl
 def is_url(place: str | os.PathLike[str]) -> bool:
     """Whether `place` is the URL of an object store, not a path."""
     found = _URL.fullmatch(os.fspath(place))
-    return found is not None and (found[1].lower() in SCHEMES or is_hub_bucket(place))
+    return found is not None and found[1].lower() in SCHEMES
 
 
 def is_hub_bucket(place: "str | os.PathLike[str] | Place") -> bool:
@@ -36,25 +35,17 @@ def is_hub_bucket(place: "str | os.PathLike[str] | Place") -> bool:
 
 
 def open_store(place: str | os.PathLike[str], **options: Any) -> Store:
-    """The store at `place`: the path of a local folder, or a URL (s3://, gs://, az://, memory://, hf://buckets/).
+    """The store at `place`: the path of a local folder, or a URL (s3://, gs://, az://, memory://).
 
     `options` go to the client of an object store, which is shared for equal bucket, options and variables; credentials,
-    endpoint and region come from the environment variables of the services' tools. A bucket of the Hub has one option,
-    `token`. Raises ConfigError for a URL that no client supports or that contains a key, and if the package for object
-    stores is not installed.
+    endpoint and region come from the environment variables of the services' tools. Raises ConfigError for a URL that no
+    client supports or that contains a key, and if the package for object stores is not installed.
     """
     text = os.fspath(place)
     found = _URL.fullmatch(text)
     if found is None:
         return LocalStore(Path(place))
-    tools = (
-        "HF_TOKEN, `hf auth login`"
-        if is_hub_bucket(text)
-        else "the variables of its tools, such as AWS_SECRET_ACCESS_KEY,"
-    )
-    refuse_secrets(text, f"{tools} or as options of open_place")
-    if is_hub_bucket(text):
-        return _open_hub_bucket(text, **options)
+    refuse_secrets(text, "the variables of its tools, such as AWS_SECRET_ACCESS_KEY, or as options of open_place")
     if not is_url(text):
         raise ConfigError(f"{text}: {found[1]}://: unsupported scheme; expected {', '.join(SCHEMES)}")
     client = _open_bucket(f"{found[1]}://{found[2]}", options)
@@ -79,14 +70,6 @@ def _open_bucket(url: str, options: dict[str, Any]) -> "ObjectStore":
     if key not in _OPEN:
         _OPEN[key] = ObjectStore.from_url(url, **options), options  # kept alive: repr may identify them by address
     return _OPEN[key][0]
-
-
-def _open_hub_bucket(url: str, token: str | None = None, **others: Any) -> "HubBucket":
-    from ft_ckpt.storage.hub_bucket import HubBucket  # lazily: its client is slow to import
-
-    if others:
-        raise ConfigError(f"{url}: {', '.join(others)}: not an option of buckets of the Hub; expected `token` alone")
-    return HubBucket.from_url(url, token)
 
 
 @dataclass(frozen=True)
@@ -171,13 +154,12 @@ def _parents(place: Place, levels: int) -> Iterator[tuple[Store, str]]:
 
 
 def open_place(place: "str | os.PathLike[str] | Place", **options: Any) -> Place:
-    """The place of a path or URL (s3://, gs://, az://, memory://, hf://buckets/); functions take a `Place`, too.
+    """The place of a path or URL (s3://, gs://, az://, memory://); functions take a `Place`, too.
 
     `options` go to the client of an object store, as for `obstore.store.from_url` (endpoint, region, keys,
-    "client_options", "retry_config"); the variables AWS_*, GOOGLE_* and AZURE_* give the others. A bucket of the Hub
-    takes `token`; else HF_TOKEN or `hf auth login` give it. A `Place` is returned as it is. No request is made yet.
-    Raises ConfigError for a URL of an unknown kind, for anything that is no path, and if the package for object stores
-    is not installed.
+    "client_options", "retry_config"); the variables AWS_*, GOOGLE_* and AZURE_* give the others. A `Place`
+    is returned as it is. No request is made yet. Raises ConfigError for a URL of an unknown kind, of a bucket of the
+    Hub, for anything that is no path, and if the package for object stores is not installed.
     """
     if isinstance(place, Place):
         return place

@@ -38,7 +38,6 @@ def is_utf8(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-HUB_BUCKETS = "hf://buckets/"  # prefix of the URLs of storage buckets of the Hugging Face Hub
 MOST_TEXT_BYTES = 256 << 20  # of a config, an index or another document
 
 

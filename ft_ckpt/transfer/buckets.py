@@ -1,6 +1,5 @@
-"""Push to and pull from buckets, including those of the Hub; pull from folders, including chains of deltas."""
+"""Push to and pull from buckets; pull from folders, including chains of deltas."""
 
-import importlib
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -10,51 +9,49 @@ from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, is_hub_bucket, open_place
+from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.transfer.copies import CopyReport, copy_open, destination_place
 from ft_ckpt.transfer.outgoing import PullReport, PushOptions, PushReport, weights_manifest
 from ft_ckpt.transfer.pull_cache import pull_cached
 from ft_ckpt.transfer.signatures import read_signature
 
 _MEANT_HERE = {"state", "quiet"}
-_OF_THE_HUB = {"private", "token"}  # of repositories and of buckets there
 
 
 def destination_url(destination: str | Place, options: PushOptions) -> str:
     """The URL of the destination. Raises ConfigError for options that only repositories have."""
-    plain = PushOptions()
-    given = [one.name for one in fields(options) if getattr(options, one.name) != getattr(plain, one.name)]
-    meant = _MEANT_HERE | (_OF_THE_HUB if is_hub_bucket(destination) else set())
-    if wrong := [name for name in given if name not in meant]:
-        raise ConfigError(f"{destination}: {listing(wrong, ', ')}: only for repositories on the Hub; leave it out here")
+    refuse_options(destination, options, allowed=set())
     return str(destination)
+
+
+def refuse_options(destination: str | Place, options: PushOptions, *, allowed: set[str]) -> None:
+    """Raise ConfigError for options that a bucket does not have, but those `allowed`."""
+    plain = PushOptions()
+    names = [option.name for option in fields(options)]
+    changed = [name for name in names if getattr(options, name) != getattr(plain, name)]
+    if wrong := [name for name in changed if name not in _MEANT_HERE | allowed]:
+        raise ConfigError(f"{destination}: {listing(wrong, ', ')}: only for repositories on the Hub; leave it out here")
 
 
 def send_checkpoint(held: OpenCheckpoint, destination: str | Place, options: PushOptions) -> PushReport:
     """Push an open checkpoint, see `push.push`."""
     destination_url(destination, options)
-    goal = destination_place(destination, Place(held.origin), **_client_options(options.token))
-    if is_hub_bucket(goal):
-        importlib.import_module("ft_ckpt.transfer.hub_buckets").make_bucket(goal.folder, options.private)
+    goal = destination_place(destination, Place(held.origin).basename)
     manifest = held.manifest if options.state else weights_manifest(held.manifest)
-    return push_report(held, goal, copy_open(held, goal, manifest, overwrite=False, shown=not options.quiet))
+    return push_report(held, copy_open(held, goal, manifest, overwrite=False, shown=not options.quiet))
 
 
-def _client_options(token: str | None) -> dict[str, str]:
-    return {} if token is None else {"token": token}
-
-
-def push_report(held: OpenCheckpoint, goal: Place, report: CopyReport) -> PushReport:
-    """The report of a push, from the report of the copy of an open checkpoint to `goal`."""
+def push_report(held: OpenCheckpoint, report: CopyReport) -> PushReport:
+    """The report of a push, from the report of the copy of an open checkpoint to a bucket."""
     left_out = sorted({file.path for file in held.manifest.files} - set(report.files))
     if left_out and read_signature(held.origin) is not None:
         left_out.append(f"{SIGNATURE_NAME}, which covers them")
     return PushReport(
         path=held.location,
-        url=str(goal),
+        url=str(report.path),
         repo_id="",
         oid=held.identity,
-        commit_url=goal.folder.where(MANIFEST_NAME),
+        commit_url=f"{report.path}/{MANIFEST_NAME}",
         is_new=report.is_new,
         files=report.files,
         deleted=(),
@@ -66,7 +63,7 @@ def push_report(held: OpenCheckpoint, goal: Place, report: CopyReport) -> PushRe
 
 def fetch_checkpoint(source: str | Place, folder: Path | None, *, token: str | None, overwrite: bool) -> PullReport:
     """Fetch the checkpoint `source` into `folder`, or into the cache, see `push.pull`."""
-    if token is not None and not is_hub_bucket(source):
+    if token is not None:
         raise ConfigError(
             f"{source}: token= is for the Hub; a bucket's keys come from its tools' variables, or open_place"
         )
@@ -77,7 +74,7 @@ def fetch_checkpoint(source: str | Place, folder: Path | None, *, token: str | N
         goal = Place(LocalStore(folder))
         return copy_open(held, goal, held.manifest, overwrite=overwrite, renews=True, exact=exact)
 
-    with open_checkpoint(open_place(source, **_client_options(token)), compares=False) as held:
+    with open_checkpoint(open_place(source), compares=False) as held:
         if held.manifest.delta:
             from ft_ckpt.transfer.deltas import fetch_whole  # on use: numpy is slow to import
 

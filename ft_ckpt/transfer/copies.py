@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ft_ckpt.checkpoint.catalog import load_manifest, verify
 from ft_ckpt.checkpoint.manifest import Manifest
@@ -30,7 +29,7 @@ from ft_ckpt.schema import values_of
 from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_bytes, digest_of_open, size_problem
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, is_hub_bucket, open_place, source_mode
-from ft_ckpt.storage.progress import is_worth_showing, track_bytes
+from ft_ckpt.storage.progress import track_bytes
 from ft_ckpt.storage.scratch import SMALL_COPY_BYTES, copy_object
 from ft_ckpt.storage.store import Store, etag_of
 from ft_ckpt.transfer.signatures import put_signature, read_signature
@@ -58,7 +57,7 @@ class CopyReport:
     sent_bytes: int
     """Of these, the bytes that this process read and wrote."""
     reused: tuple[str, ...]
-    """Files taken from another checkpoint at the destination; in a bucket of the Hub, all that the Hub copied."""
+    """Files taken from another checkpoint at the destination."""
     seconds: float
     """Duration."""
 
@@ -71,23 +70,31 @@ def copy(
     The name of the source is appended to a destination that ends in a slash. All digests are compared on the way, the
     manifest is written last. Files of 1 MiB or more that one of the newest checkpoints beside the destination has are
     not sent again: they are hard-linked and read there, or copied by the service. A signature is copied, see `sign`;
-    pins and leases are not. A failed copy leaves no checkpoint; the next one starts from the beginning, except in a
-    bucket of the Hub, where it continues. If the same checkpoint is there already, nothing changes.
+    pins and leases are not. A failed copy leaves no checkpoint; the next one starts from the beginning. If the same
+    checkpoint is there already, nothing changes.
+
+    From a bucket of the Hub ("hf://buckets/user/name/folder") a checkpoint is copied to a disk only. Into one, the
+    files are sent in one batch, and then the manifest; with `overwrite`, there is no checkpoint meanwhile.
 
     Raises NotACheckpointError when nothing is committed at `source`, CorruptError when its files differ from its
     manifest, NameTakenError when something else is at `destination` and `overwrite` is False, TargetError or
     NoSpaceError when it cannot be written.
     """
-    begun = open_place(source)
-    with open_checkpoint(begun, compares=False) as held:
-        return copy_open(held, destination_place(destination, begun), held.manifest, overwrite=overwrite)
+    if is_hub_bucket(source) or is_hub_bucket(destination):
+        hub_buckets = importlib.import_module("ft_ckpt.transfer.hub_buckets")
+        report: CopyReport = hub_buckets.copy_checkpoint(source, destination, overwrite=overwrite)
+        return report
+    place = open_place(source)
+    with open_checkpoint(place, compares=False) as held:
+        goal = destination_place(destination, place.basename)
+        return copy_open(held, goal, held.manifest, overwrite=overwrite)
 
 
-def destination_place(destination: str | os.PathLike[str] | Place, source: Place, **options: Any) -> Place:
-    """The place of a copy of `source`: `destination`, or below it if it ends in a slash. `options`: of its client."""
-    place = open_place(destination, **options)
+def destination_place(destination: str | os.PathLike[str] | Place, name: str) -> Place:
+    """The place of a copy: `destination`, or `name` below it if it ends in a slash."""
+    place = open_place(destination)
     inside = isinstance(destination, str) and destination.endswith("/")
-    return Place(place.folder, source.basename) if inside else place
+    return Place(place.folder, name) if inside else place
 
 
 def copy_open(
@@ -105,19 +112,13 @@ def copy_open(
 
     With `renews`, the digests of an existing copy are compared, and a damaged copy is replaced. `heed` is called for
     each piece of a file, in several threads; an error that it raises ends the copy. With `exact`, `manifest` is
-    committed unchanged. Copies to buckets of the Hub ignore these three.
+    committed unchanged.
     """
     begun, size_bytes = time.monotonic(), sum(file.size_bytes for file in manifest.files)
     signed = read_signature(held.origin)
     exactly = None if signed is None else signed.manifest
     if not is_same_copy(exactly, manifest):  # it signs more than is copied, or an older checkpoint
         signed = exactly = None
-    if is_hub_bucket(goal):
-        sender = importlib.import_module("ft_ckpt.transfer.hub_buckets")
-        sent: CopyReport = sender.send_open(held, goal, manifest, overwrite=overwrite, shown=shown)
-        if signed is not None:
-            put_signature(goal.folder, signed)
-        return sent
     source, names = Place(held.origin).location, tuple(file.path for file in manifest.files)
     if is_there(goal, manifest) and (not renews or verify(goal).ok):
         settle_staging_at(goal)
@@ -126,7 +127,7 @@ def copy_open(
         return CopyReport(goal.location, source, False, names, size_bytes, 0, (), time.monotonic() - begun)
     may_replace = overwrite or is_same_copy(manifest_at(goal), manifest)
     if not may_replace:
-        _refuse_occupied(goal)
+        refuse_occupied(goal)
     label = f"copying {goal.basename}"
     listed = held.store if isinstance(held.store, LocalStore) else held.origin
     max_mode = source_mode(Place(listed), Place(held.origin), goal)
@@ -136,7 +137,6 @@ def copy_open(
     ):
         copying = _Copying(held, staging.store, _reusable_files(staging.beside, goal, manifest.files), track, heed)
         copying.refuse_full(manifest.files)
-        copying.fetch_at_once(manifest.files, shown=shown and is_worth_showing(size_bytes))
         records = copying.copy_all(manifest.files)
         if exactly is None or not isinstance(goal.folder, LocalStore):
             exactly = manifest if exact else replace(manifest, files=records, token=None)
@@ -174,7 +174,7 @@ def is_same_copy(found: Manifest | None, manifest: Manifest) -> bool:
     return found is not None and content_identity(found) == content_identity(manifest)
 
 
-def _refuse_occupied(goal: Place) -> None:
+def refuse_occupied(goal: Place) -> None:
     if goal.is_object or manifest_at(goal) is not None:
         raise NameTakenError(f"{goal}: exists already; choose another place, or overwrite=True (--force)")
     listed = goal.folder.list_folder() if isinstance(goal.store, LocalStore) else None
@@ -223,7 +223,6 @@ class _Copying:
     ) -> None:
         self.held, self.store, self.reusable, self.track, self.heed = held, store, reusable, track, heed
         self.reused: set[str] = set()
-        self.fetched: set[str] = set()
         self.sent_bytes = 0
         self._lock = threading.Lock()
 
@@ -233,18 +232,6 @@ class _Copying:
         free = self.store.free_bytes()
         if free is not None and free < needed:
             raise NoSpaceError(f"{self.store.url}: {free:,} bytes free, expected at least {needed:,}; make room there")
-
-    def fetch_at_once(self, files: Iterable[FileRecord], *, shown: bool) -> None:
-        """From a bucket of the Hub, let its client download all files that cannot be reused, in one call."""
-        download: Callable[..., None] | None = getattr(self.held.origin, "download", None)
-        if download is None or not isinstance(self.store, LocalStore):
-            return
-        found = {each.name: each for each in self.held.store.list()}
-        missing = [file for file in files if file.path in found and content_key(file) not in self.reusable]
-        self.fetched = {file.path for file in missing}
-        for name in self.fetched:
-            self.store.make_parents(self.store.path(name))
-        download({found[name]: self.store.path(name) for name in self.fetched}, shown=shown)
 
     def copy_all(self, files: tuple[FileRecord, ...]) -> tuple[FileRecord, ...]:
         """Copy all files; returns their records at the destination, in order. The first error ends it."""
@@ -257,9 +244,6 @@ class _Copying:
 
     def copy_one(self, file: FileRecord) -> FileRecord:
         """Copy one file in the cheapest way; returns its record at the destination."""
-        if file.path in self.fetched:
-            self._check_fetched(file)
-            return replace(file, linked=False, etag=None)
         if self._take_reusable(file):
             return replace(file, linked=True, etag=etag_of(self.store, file.path))
         if self._copy_at_service(file):
@@ -312,11 +296,6 @@ class _Copying:
             opened.check()
         self._refuse_damaged(file, running.text())
         return None if stored is None else stored.etag
-
-    def _check_fetched(self, file: FileRecord) -> None:
-        with closing(self.store.open(file.path)) as opened:
-            self._refuse_damaged(file, digest_of_open(opened, file))
-        self._count(file.size_bytes, sent=True)
 
     def _refuse_damaged(self, file: FileRecord, digest: str) -> None:
         if digest != file.digest:

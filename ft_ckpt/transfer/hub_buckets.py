@@ -1,220 +1,428 @@
-"""Sends checkpoints into storage buckets of the Hugging Face Hub, and makes such buckets.
+"""Sends whole checkpoints into storage buckets of the Hugging Face Hub, and fetches them.
 
-A bucket takes files in batches, each of which may be applied in part, and has no conditional writes. So the files are
-sent in one batch and compared by their Xet hashes with the local files; the manifest is written afterwards. A lock
-object (`guards.SaveMark`) shows the send to other processes and identifies the leftovers of a killed one. Files that
-are already there are not sent again.
+A bucket takes files in batches, each of which may be applied in part, and has no conditional
+writes. So the manifest that is replaced leaves first, and the new one comes last, each in a batch
+of its own. Until then the file `_SENDING` lists what a killed send may have left. The client does
+not send content again that the Hub has.
 """
 
+import json
+import os
+import re
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import hf_xet
+from huggingface_hub import BucketFile, HfApi
+from huggingface_hub.errors import EntryNotFoundError
 
-from ft_ckpt.checkpoint.catalog import next_number
-from ft_ckpt.checkpoint.guards import SAVING, SaveMark, clear_spent_mark, settled_list
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, check_paths, manifest_to_json
-from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
-from ft_ckpt.checkpoint.staging import clear_folder
-from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, NameTakenError, TargetError, listing
-from ft_ckpt.storage.digests import FileRecord, digest_of_open, digest_problem, size_problem
-from ft_ckpt.storage.hub_bucket import HubBucket, bucket_errors
-from ft_ckpt.storage.hub_client import MOST_TRIES, hub_status, is_worth_another_look, progress_bars
+from ft_ckpt.checkpoint.catalog import parse_manifest, verify
+from ft_ckpt.checkpoint.checks import checkpoint_problems
+from ft_ckpt.checkpoint.guards import is_mark
+from ft_ckpt.checkpoint.manifest import (
+    MANIFEST_LIMIT_BYTES,
+    MANIFEST_NAME,
+    Manifest,
+    manifest_to_json,
+)
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint, text_identity
+from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
+from ft_ckpt.checkpoint.staging import open_staging, settle_staging_at
+from ft_ckpt.errors import (
+    ConfigError,
+    CorruptError,
+    ManifestError,
+    NameTakenError,
+    NotACheckpointError,
+    TargetError,
+    UnreadableError,
+    listing,
+)
+from ft_ckpt.schema import as_record
+from ft_ckpt.storage.hub_client import (
+    MOST_TRIES,
+    hub_errors,
+    is_worth_another_look,
+    make_api,
+    progress_bars,
+)
+from ft_ckpt.storage.local_disk import HUB_BUCKETS, PREFIX
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.place import Place, is_hub_bucket, refuse_secrets
 from ft_ckpt.storage.progress import is_worth_showing
-from ft_ckpt.storage.store import Store
-from ft_ckpt.transfer.copies import CopyReport, content_identity, is_same_copy, manifest_at
+from ft_ckpt.storage.scratch import files_made_by
+from ft_ckpt.storage.store import checked_name
+from ft_ckpt.transfer.buckets import push_report, refuse_options
+from ft_ckpt.transfer.copies import (
+    CopyReport,
+    destination_place,
+    is_same_copy,
+    is_there,
+    manifest_at,
+    refuse_occupied,
+)
+from ft_ckpt.transfer.outgoing import (
+    PullReport,
+    PushOptions,
+    PushReport,
+    refuse_damaged,
+    weights_manifest,
+)
 from ft_ckpt.transfer.pull_cache import pull_cached
+from ft_ckpt.transfer.signatures import Signed, put_signature, read_signature
 
-_T = TypeVar("_T")
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # of a bucket, with its namespace
+_SENDING = f"{PREFIX}sending"  # JSON list of the files of a send that has not ended
 _PAUSE_SECONDS = 1.0
-_MOST_LISTED = 10_000  # files beside the new checkpoint whose hashes are compared, to copy known content
-_BATCH_FAILED = (200, 422)  # statuses of a batch in which single operations failed
-
-
-def make_bucket(store: Store, private: bool | None = None) -> None:
-    """Make the bucket of `store` if there is none: a private one, unless `private` is False.
-
-    Raises TargetError if it is public and `private` is True, or if it cannot be made.
-    """
-    bucket = _bucket_of(store)
-    is_private = _patiently(lambda _: _find_or_make(bucket, private=private is not False))
-    if private and not is_private:
-        raise TargetError(f"{store.url}: public, and private=True was asked for; make it private, nothing was sent")
-
-
-def _find_or_make(bucket: HubBucket, *, private: bool) -> bool:
-    """Make the bucket if it is missing, a private one if `private`; returns whether it is private."""
-    with suppress(ConfigError), bucket_errors(bucket.url):
-        return bucket.api.bucket_info(bucket.bucket_id).private
-    with bucket_errors(bucket.url, writing=True):
-        bucket.api.create_bucket(bucket.bucket_id, private=private, exist_ok=True)
-    return private
 
 
 @dataclass(frozen=True)
-class _Content:
-    """The checkpoint to send, and the location of its files."""
+class _Folder:
+    """A folder of a bucket; `path` is "" for the bucket itself."""
 
-    manifest: Manifest
-    hashes: dict[str, str]  # Xet hash of each file
-    folder: Path | None  # with the files; None if all are in `bucket`
-    bucket: str  # the source of the files, or their destination if they are in `folder`
+    api: HfApi
+    bucket_id: str
+    path: str
+
+    @property
+    def url(self) -> str:
+        return f"{HUB_BUCKETS}{self._bucket_path}"
+
+    @property
+    def name(self) -> str:
+        """The last component of its URL."""
+        return self._bucket_path.rpartition("/")[2]
+
+    @property
+    def _bucket_path(self) -> str:
+        return f"{self.bucket_id}/{self.path}" if self.path else self.bucket_id
+
+    def path_of(self, name: str) -> str:
+        return f"{self.path}/{name}" if self.path else name
+
+    def make_bucket(self, private: bool | None) -> None:
+        """Make the bucket if it is missing: a private one, unless `private` is False."""
+        with hub_errors(self.url, writing=True, failed="not written"):
+            self.api.create_bucket(self.bucket_id, private=private is not False, exist_ok=True)
+            is_private = self.api.bucket_info(self.bucket_id).private
+        if private and not is_private:
+            raise TargetError(f"{self.url}: public, expected private=True; make it private first")
+
+    def files(self) -> dict[str, BucketFile]:
+        """The files below this folder, by their names in it."""
+        start = self.path_of("")
+        files: dict[str, BucketFile] = {}
+        with hub_errors(self.url, writing=False), suppress(EntryNotFoundError):
+            tree = self.api.list_bucket_tree(self.bucket_id, self.path or None, recursive=True)
+            for entry in tree:
+                if isinstance(entry, BucketFile) and entry.path.startswith(start):
+                    files[entry.path.removeprefix(start)] = entry
+        return files
+
+    def send(self, files: Mapping[str, Path | bytes], delete: Iterable[str] = ()) -> None:
+        """Add files by name, and delete others."""
+        with hub_errors(self.url, writing=True, failed="not written"):
+            self.api.batch_bucket_files(
+                self.bucket_id,
+                add=[(content, self.path_of(name)) for name, content in files.items()],
+                delete=[self.path_of(name) for name in delete],
+            )
+
+    def download(self, files: list[tuple[BucketFile, Path]]) -> None:
+        """Download listed files, by their hashes."""
+        targets: list[Any] = list(files)
+        with hub_errors(self.url, writing=False):
+            self.api.download_bucket_files(self.bucket_id, targets)
+
+    def read_text(self, file: BucketFile) -> str:
+        """The text of a small file. Raises ManifestError if it is larger than a manifest may be."""
+        if file.size > MANIFEST_LIMIT_BYTES:
+            raise ManifestError(
+                f"{HUB_BUCKETS}{self.bucket_id}/{file.path}: {file.size:,} bytes, expected at most "
+                f"{MANIFEST_LIMIT_BYTES:,}; it was not written by ft_ckpt, use another checkpoint"
+            )
+        contents = files_made_by(lambda folder: self.download([(file, folder / "text")]))
+        return contents["text"].decode("utf-8", "replace")
 
 
-def send_open(held: OpenCheckpoint, goal: Place, manifest: Manifest, *, overwrite: bool, shown: bool) -> CopyReport:
-    """Copy what `manifest` lists of an open checkpoint to `goal` in a bucket, as `copies.copy_open` does.
+def _folder_at(url: str, token: str | None = None, *, within: str = "") -> _Folder:
+    """The folder at hf://buckets/NAMESPACE/NAME[/folder].
 
-    The Hub itself copies from its buckets; a checkpoint in another bucket is pulled into the cache first. An
-    interrupted copy is continued: files that are there with the same content are not sent again.
+    The folder `within` in it if `url` ends in a slash. Raises ConfigError for other URLs, and for
+    those with a token in them.
+    """
+    refuse_secrets(url, "HF_TOKEN, `hf auth login` or token=")
+    steps = [step for step in url[len(HUB_BUCKETS) :].split("/") if step]
+    bucket_id = "/".join(steps[:2])
+    if not _NAME.fullmatch(bucket_id):
+        expected = f"{HUB_BUCKETS}NAMESPACE/NAME, then a folder"
+        raise ConfigError(f"{url}: no bucket of the Hub; expected {expected}")
+    path = "/".join([*steps[2:], within] if within and url.endswith("/") else steps[2:])
+    return _Folder(make_api(token), bucket_id, checked_name(path) if path else "")
+
+
+def destination_url(destination: str, options: PushOptions) -> str:
+    """The URL of the destination of a push.
+
+    Raises ConfigError if it is invalid, or for options that only repositories have.
+    """
+    refuse_options(destination, options, allowed={"private", "token"})
+    return _folder_at(destination).url
+
+
+def send_checkpoint(held: OpenCheckpoint, destination: str, options: PushOptions) -> PushReport:
+    """Push an open checkpoint, see `push.push`."""
+    destination_url(destination, options)
+    folder = _folder_at(destination, options.token, within=Place(held.origin).basename)
+    manifest = held.manifest if options.state else weights_manifest(held.manifest)
+    terms = _Terms(options.private, overwrite=False, shown=not options.quiet)
+    return push_report(held, _send(held, folder, manifest, terms))
+
+
+def fetch_checkpoint(
+    source: str,
+    folder: Path | None,
+    *,
+    token: str | None,
+    overwrite: bool,
+) -> PullReport:
+    """Fetch the checkpoint at `source` into `folder`, see `push.pull`."""
+    if folder is None:
+        raise ConfigError(f"{source}: no folder to pull it into; the cache is for other buckets")
+    report, text = _fetch(_folder_at(source, token), folder, overwrite=overwrite)
+    return PullReport(
+        path=folder,
+        url=str(report.source),
+        oid=text_identity(text.encode()),
+        verified=True,
+        files=report.files,
+        bytes=report.bytes,
+        seconds=report.seconds,
+    )
+
+
+def copy_checkpoint(
+    source: str | os.PathLike[str] | Place,
+    destination: str | os.PathLike[str] | Place,
+    *,
+    overwrite: bool,
+) -> CopyReport:
+    """Copy a checkpoint into a bucket of the Hub, or from there to a disk, see `copies.copy`."""
+    if is_hub_bucket(source):
+        folder = _folder_at(str(source))
+        target = None if is_hub_bucket(destination) else destination_place(destination, folder.name)
+        if target is None or not isinstance(target.folder, LocalStore):
+            raise ConfigError(
+                f"{destination}: a checkpoint comes from a bucket of the Hub to a disk only; copy "
+                f"{source} to a folder, and that folder to the other bucket"
+            )
+        return _fetch(folder, target.folder.folder, overwrite=overwrite)[0]
+    with open_checkpoint(source, compares=False) as held:
+        folder = _folder_at(str(destination), within=Place(held.origin).basename)
+        terms = _Terms(overwrite=overwrite)
+        if isinstance(held.store, LocalStore):
+            return _send(held, folder, held.manifest, terms)
+        cached = pull_cached(held, held.manifest).path
+        with open_checkpoint(cached, compares=False) as local:
+            report = _send(local, folder, local.manifest, terms)
+        return replace(report, source=held.location)
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """How a checkpoint is sent."""
+
+    private: bool | None = None
+    overwrite: bool = False
+    shown: bool = True  # with progress bars
+
+
+def _send(
+    held: OpenCheckpoint,
+    folder: _Folder,
+    manifest: Manifest,
+    terms: _Terms,
+) -> CopyReport:
+    """Send what `manifest` lists of an open checkpoint on a disk.
+
+    What a killed send left is replaced, and errors of the network or the server are tried again.
+    Raises CorruptError before anything is sent when a file differs from its digest.
     """
     begun = time.monotonic()
-    if not isinstance(held.store, LocalStore) and not _is_as_committed(held, manifest):
-        with open_checkpoint(pull_cached(held, manifest).path, compares=False) as local:
-            report = send_open(local, goal, manifest, overwrite=overwrite, shown=shown)
-        return replace(report, source=held.location, seconds=time.monotonic() - begun)
-    check_paths(manifest, str(goal))
-    content = _content_of(held, manifest, _bucket_of(goal.folder))
-    make_bucket(goal.folder)
-    report = _patiently(lambda tries: _send_once(content, goal, overwrite=overwrite, shown=shown, copies=tries == 1))
-    return replace(report, source=held.location, seconds=time.monotonic() - begun)
-
-
-def _is_as_committed(held: OpenCheckpoint, manifest: Manifest) -> bool:
-    """Whether a checkpoint is in a bucket of the Hub, with the Xet hashes that were recorded at its commit."""
-    if not isinstance(held.origin, HubBucket):
-        return False
-    found = {each.name: each.etag for each in held.store.list()}
-    return all(file.etag is not None and found.get(file.path) == file.etag for file in manifest.files)
-
-
-def _content_of(held: OpenCheckpoint, manifest: Manifest, goal: HubBucket) -> _Content:
-    """The content to send. The digests of local files are compared. Raises CorruptError."""
-    if isinstance(held.origin, HubBucket):
-        hashes = {file.path: str(file.etag) for file in manifest.files}
-        return _Content(manifest, hashes, None, held.origin.bucket_id)
-    names = [file.path for file in manifest.files]
-    wrong = [f"{file.path}: missing" for file in manifest.files if held.store.stat(file.path) is None]
-    found: list[Any] = []
-    if not wrong:
-        found = hf_xet.hash_files([str(held.folder / name) for name in names])
-        wrong = [line for file in manifest.files if (line := _problem_of(held, file)) is not None]
-    if wrong:
-        raise CorruptError(f"{held.location}: {listing(wrong)}; nothing was copied, use another checkpoint")
-    hashes = {name: each.hash for name, each in zip(names, found, strict=True)}
-    return _Content(manifest, hashes, held.folder, goal.bucket_id)
-
-
-def _send_once(content: _Content, goal: Place, *, overwrite: bool, shown: bool, copies: bool) -> CopyReport:
-    """List the destination, send the missing files, and commit."""
-    store, manifest = _bucket_of(goal.folder), content.manifest
-    names = tuple(file.path for file in manifest.files)
-    size_bytes = sum(file.size_bytes for file in manifest.files)
-    found = manifest_at(goal)
-    same = is_same_copy(found, manifest)
-    if same and not _differing(store, content):
-        clear_spent_mark(store)
-        return CopyReport(goal.location, "", False, names, size_bytes, 0, (), 0.0)
-    if not (overwrite or same) and (found is not None or goal.is_object):
-        raise NameTakenError(f"{goal}: exists already; choose another place, or overwrite=True (--force)")
-    shown = shown and is_worth_showing(size_bytes)
-    mark = SaveMark(store, run_id=f"copy of {content_identity(manifest)}")
-    mark.take_after_look()
-    try:
-        listed = settled_list(store, SAVING)
-        there = {each.name for each in listed if content.hashes.get(each.name) == each.etag}
-        clear_folder(store, listed, mark, overwrite=overwrite or same, keep=there)
-    except BaseException:
-        mark.release()
-        raise
-    try:
-        sent, reused = _send_files(content, goal, there, shown=shown, copies=copies)
-        _commit(content, goal, mark)
-    except BaseException:
-        mark.stop()  # the lock object stays: the next call continues
-        raise
-    mark.release()
-    sent_bytes = sum(file.size_bytes for file in manifest.files if file.path in sent)
-    return CopyReport(goal.location, "", True, names, size_bytes, sent_bytes, tuple(sorted(reused)), 0.0)
-
-
-def _send_files(
-    content: _Content, goal: Place, there: set[str], *, shown: bool, copies: bool
-) -> tuple[set[str], set[str]]:
-    """Send the files that are not `there` in one batch; returns those that were sent, and those that were copied."""
-    store, folder = _bucket_of(goal.folder), content.folder
-    missing = {name: hashed for name, hashed in content.hashes.items() if name not in there}
-    copied = set(missing)
-    if folder is not None:
-        known = _bucket_of(goal.beside).known_hashes(_MOST_LISTED) if copies and missing else set()
-        sizes = {file.path: file.size_bytes for file in content.manifest.files}
-        copied = {name for name, hashed in missing.items() if hashed in known and sizes[name]}
-    sent = missing.keys() - copied
-    with bucket_errors(str(goal), writing=True), progress_bars(shown=shown):
-        store.send(
-            {name: folder / name for name in sorted(sent) if folder is not None},
-            {name: (content.bucket, missing[name]) for name in sorted(copied)},
-        )
-    return sent, copied
-
-
-def _commit(content: _Content, goal: Place, mark: SaveMark) -> None:
-    """Compare the files in the bucket with the sent ones, and write the manifest; compare again afterwards.
-
-    Raises TargetError if another sender has replaced files or the lock object. Readers refuse such a mixture, because
-    the manifest has the hashes.
-    """
-    store, manifest = _bucket_of(goal.folder), content.manifest
-    if wrong := _differing(store, content):
-        raise TargetError(f"{goal}: {listing(wrong, ', ')}: not in the bucket as sent; copy it again")
-    if manifest.step is None and manifest.number is None:
-        manifest = replace(manifest, number=next_number(store, _bucket_of(goal.beside)))
-    records = tuple(replace(file, linked=False, etag=content.hashes[file.path]) for file in manifest.files)
-    text = manifest_to_json(replace(manifest, files=records, token=mark.token)).encode()
-    mark.check()
-    store.write(MANIFEST_NAME, text)
-    if store.read(MANIFEST_NAME) != text or (wrong := _differing(store, content)):
-        raise TargetError(f"{goal}: another process writes there, too; let it end, verify, and copy again")
-
-
-def _differing(store: HubBucket, content: _Content) -> list[str]:
-    """The files that are missing in the bucket, or have other content there."""
-    found = {each.name: each.etag for each in store.list()}
-    return [name for name, hashed in content.hashes.items() if found.get(name) != hashed]
-
-
-def _problem_of(held: OpenCheckpoint, file: FileRecord) -> str | None:
-    with closing(held.store.open(file.path)) as opened:
-        if opened.size_bytes != file.size_bytes:
-            return f"{file.path}: {size_problem(opened.size_bytes, file.size_bytes)}"
-        return digest_problem(file, digest_of_open(opened, file))
-
-
-def _patiently(ask: Callable[[int], _T]) -> _T:
-    """Call `ask` with the number of the try, from 1; retry after temporary errors. Returns its result."""
+    if manifest.delta:
+        raise ConfigError(f"{held.location}: a delta; `ft-ckpt push` sends what it stands for")
+    refuse_damaged(held)
     tries = 0
     while True:
         tries += 1
         try:
-            return ask(tries)
-        except CheckpointError as error:
-            if tries == MOST_TRIES or not _is_passing(error):
+            folder.make_bucket(terms.private)
+            report = _send_once(held, folder, manifest, terms)
+            return replace(report, seconds=time.monotonic() - begun)
+        except (TargetError, UnreadableError) as error:
+            cause = error.__cause__
+            if tries == MOST_TRIES or cause is None or not is_worth_another_look(cause):
                 raise
         time.sleep(_PAUSE_SECONDS)
 
 
-def _is_passing(error: BaseException) -> bool:
-    """Whether the cause of an error of ft_ckpt may be temporary."""
-    cause = error.__cause__
-    return cause is not None and (hub_status(cause) in _BATCH_FAILED or is_worth_another_look(cause))
+def _send_once(
+    held: OpenCheckpoint,
+    folder: _Folder,
+    manifest: Manifest,
+    terms: _Terms,
+) -> CopyReport:
+    """Look at what is in the bucket, send the files, and then the manifest."""
+    report = _new_copy(folder.url, held.location, manifest)
+    present = folder.files()
+    stored = _stored_manifest(folder, present)
+    is_same = is_same_copy(stored, manifest)
+    if is_same and not terms.overwrite and not _missing(present, manifest):
+        if _SENDING in present:
+            folder.send({}, delete=[_SENDING])
+        return replace(report, is_new=False, sent_bytes=0)
+    if MANIFEST_NAME in present and not (terms.overwrite or is_same):
+        advice = "use another name, or overwrite=True (--force)"
+        raise NameTakenError(f"{folder.url}: exists already; {advice}")
+    older = _older_files(folder, present, stored)
+    files: dict[str, Path | bytes] = {name: held.folder / name for name in report.files}
+    text = manifest_to_json(_as_sent(manifest))
+    signed = read_signature(held.origin)
+    if signed is not None and is_same_copy(signed.manifest, manifest):
+        files[SIGNATURE_NAME] = signed.bundle.encode()
+        text = signed.text  # which the signature covers, to the byte
+    stale = older - files.keys() - {MANIFEST_NAME, _SENDING}
+    with progress_bars(shown=terms.shown and is_worth_showing(report.bytes)):
+        folder.send({_SENDING: json.dumps(sorted(older | files.keys())).encode()})
+        if MANIFEST_NAME in present:
+            folder.send({}, delete=[MANIFEST_NAME])
+        folder.send(files, delete=sorted(stale))
+        if absent := _missing(folder.files(), manifest):
+            names = listing(absent, ", ")
+            raise TargetError(f"{folder.url}: {names}: not in the bucket as sent; copy it again")
+        folder.send({MANIFEST_NAME: text.encode()})
+        folder.send({}, delete=[_SENDING])
+    return report
 
 
-def _bucket_of(store: Store) -> HubBucket:
-    if not isinstance(store, HubBucket):
-        raise ConfigError(f"{store.url}: no bucket of the Hub")
-    return store
+def _new_copy(path: Path | str, source: Path | str, manifest: Manifest) -> CopyReport:
+    """The report of a copy of all files."""
+    size_bytes = sum(file.size_bytes for file in manifest.files)
+    return CopyReport(
+        path=path,
+        source=source,
+        is_new=True,
+        files=tuple(file.path for file in manifest.files),
+        bytes=size_bytes,
+        sent_bytes=size_bytes,
+        reused=(),
+        seconds=0.0,
+    )
+
+
+def _as_sent(manifest: Manifest) -> Manifest:
+    """The manifest without what only the disk of its files knows."""
+    files = tuple(replace(file, linked=False, etag=None) for file in manifest.files)
+    return replace(manifest, files=files, token=None)
+
+
+def _stored_manifest(folder: _Folder, present: Mapping[str, BucketFile]) -> Manifest | None:
+    """The manifest in the bucket; None if there is no readable one."""
+    if MANIFEST_NAME not in present:
+        return None
+    with suppress(ManifestError):
+        return parse_manifest(folder.read_text(present[MANIFEST_NAME]), folder.url)
+    return None
+
+
+def _older_files(
+    folder: _Folder,
+    present: Mapping[str, BucketFile],
+    stored: Manifest | None,
+) -> set[str]:
+    """The files of an older checkpoint or of a killed send, which the new ones replace.
+
+    Raises TargetError naming the files that belong to neither.
+    """
+    names = {MANIFEST_NAME, SIGNATURE_NAME} | {name for name in present if is_mark(name)}
+    if stored is not None:
+        names |= {file.path for file in stored.files}
+    if _SENDING in present:
+        with suppress(ManifestError, ValueError):  # not written by a send
+            document = json.loads(folder.read_text(present[_SENDING]))
+            names |= set(as_record(document, tuple[str, ...]))
+    foreign = sorted(present.keys() - names)
+    if foreign:
+        raise TargetError(
+            f"{folder.url}: {listing(foreign, ', ')}: files that belong to no checkpoint are in "
+            "the way; move them, or use another name"
+        )
+    return names & present.keys()
+
+
+def _missing(present: Mapping[str, BucketFile], manifest: Manifest) -> list[str]:
+    """The files of the manifest that are not in the bucket, or have another size."""
+    names = []
+    for file in manifest.files:
+        entry = present.get(file.path)
+        if entry is None or entry.size != file.size_bytes:
+            names.append(file.path)
+    return names
+
+
+def _fetch(folder: _Folder, target: Path, *, overwrite: bool) -> tuple[CopyReport, str]:
+    """Fetch a checkpoint to `target`, and commit it there like a save.
+
+    Also returns the text of its manifest.
+    """
+    begun = time.monotonic()
+    present = folder.files()
+    if MANIFEST_NAME not in present:
+        raise NotACheckpointError(
+            f"{folder.url}: no {MANIFEST_NAME} in it, so no checkpoint was completed there; look "
+            "at the name, or push it again"
+        )
+    text = folder.read_text(present[MANIFEST_NAME])
+    manifest = parse_manifest(text, f"{folder.url}/{MANIFEST_NAME}")
+    goal = Place(LocalStore(target))
+    report = _new_copy(target, folder.url, manifest)
+    if is_there(goal, manifest) and verify(goal).ok:
+        settle_staging_at(goal)
+        report = replace(report, is_new=False, sent_bytes=0)
+    else:
+        if not (overwrite or is_same_copy(manifest_at(goal), manifest)):
+            refuse_occupied(goal)
+        _download(folder, present, manifest, target)
+    if SIGNATURE_NAME in present:
+        put_signature(goal.folder, Signed(folder.read_text(present[SIGNATURE_NAME]), text))
+    return replace(report, seconds=time.monotonic() - begun), text
+
+
+def _download(
+    folder: _Folder,
+    present: Mapping[str, BucketFile],
+    manifest: Manifest,
+    target: Path,
+) -> None:
+    """Download the files of `manifest`, compare them with it, and commit them to `target`."""
+    if absent := _missing(present, manifest):
+        names = listing(absent, ", ")
+        raise CorruptError(f"{folder.url}: {names}: missing or of another size; push it again")
+    paths = [file.path for file in manifest.files]
+    size_bytes = sum(file.size_bytes for file in manifest.files)
+    staging = open_staging(target)
+    try:
+        store = staging.store
+        for path in paths:
+            store.make_parents(store.path(path))
+        with progress_bars(shown=is_worth_showing(size_bytes)):
+            folder.download([(present[path], store.path(path)) for path in paths])
+        if problems := list(checkpoint_problems(store, manifest, deep=True)):
+            wrong = listing(problems)
+            raise CorruptError(f"{folder.url}: {wrong}; nothing was put in place, push it again")
+        staging.commit(manifest)
+    finally:
+        staging.discard()

@@ -154,7 +154,7 @@ getattr(threading, "_register_atexit", atexit.register)(_end_queues)
 
 # For each scheme the module with `destination_url`, `send_checkpoint` and `fetch_checkpoint`. They are imported on use,
 # because their clients are slow to import.
-_HUB = "ft_ckpt.transfer.hub"
+_HUB, _HUB_BUCKETS = "ft_ckpt.transfer.hub", "ft_ckpt.transfer.hub_buckets"
 _MODULES = {"hf": _HUB, **dict.fromkeys(SCHEMES, "ft_ckpt.transfer.buckets")}
 Checkpoint = str | os.PathLike[str] | Place
 
@@ -219,8 +219,8 @@ def push(
 
     To a bucket ("s3://...", or a `Place` there) the checkpoint is copied as by `copy`, also without the state;
     `revision`, `private`, `token`, `base_id` and `message` raise ConfigError. A checkpoint in a bucket is pulled into
-    the cache before it is pushed to a repository. A storage bucket of the Hub, "hf://buckets/user/name[/folder]", takes
-    `token` and `private`; a missing one is made, a private one unless `private` is False.
+    the cache before it is pushed to the Hub. A storage bucket of the Hub, "hf://buckets/user/name[/folder]", takes
+    `token` and `private`; a missing one is made, a private one unless `private` is False. Its manifest is sent last.
 
     With `background` a handle is returned at once; pushes run one after the other, and a failure is a warning.
 
@@ -259,8 +259,7 @@ def push_goal(destination: str, **options: Any) -> str | Place:
     """The destination of a push; in a bucket, with a client of these `options`. Raises ConfigError if it is invalid."""
     if not isinstance(destination, str):
         raise ConfigError(f"push: {short(destination)}, expected a Hub repository as 'user/name', or a URL, as text")
-    is_bucket = is_url(destination) and not is_hub_bucket(destination)
-    goal = open_place(destination, **options) if is_bucket else destination
+    goal = open_place(destination, **options) if is_url(destination) else destination
     _module_for(goal).destination_url(goal, PushOptions())
     return goal
 
@@ -283,11 +282,11 @@ def pull(
     A delta, see `publish`, is rebuilt to the checkpoint that it stands for, byte for byte. Its base is read beside
     `folder` if it is there, else rebuilt from the chain.
 
-    Without `folder`, a checkpoint in a bucket is fetched into the cache: FT_CKPT_CACHE, or ft_ckpt in HF_HOME.
-    An entry of the cache is compared and not fetched again, nor are files of 1 MiB or more that another entry has; of
-    several processes one fetches. Do not change files in the cache. The least recently pulled checkpoints are deleted
-    when the cache exceeds 200 GB, or FT_CKPT_CACHE_SIZE, unless they are pinned, in use, or were pulled within the
-    hour.
+    Without `folder`, a checkpoint in a bucket, but not one of the Hub, is fetched into the cache: FT_CKPT_CACHE, or
+    ft_ckpt in HF_HOME. An entry of the cache is compared and not fetched again, nor are files of 1 MiB or more that
+    another entry has; of several processes one fetches. Do not change files in the cache. The least recently pulled
+    checkpoints are deleted when the cache exceeds 200 GB, or FT_CKPT_CACHE_SIZE, unless they are pinned, in use, or
+    were pulled within the hour.
 
     Raises ConfigError for an invalid source, MissingError when there is no such repository, revision or folder,
     NotACheckpointError when the bucket has no committed checkpoint there, UnreadableError when the Hub is not reached,
@@ -307,10 +306,11 @@ def pull(
 def _open_for(sender: ModuleType, place: Place) -> Iterator[OpenCheckpoint]:
     """Open the checkpoint where the sender can read it.
 
-    The Hub's client reads local files only, so a checkpoint in a bucket is pulled first. So is a delta, because a
-    repository gets all weights.
+    The Hub's client reads local files only, so a checkpoint in a bucket is pulled first. So is a delta, because the
+    Hub gets all weights.
     """
-    is_readable = sender.__name__ != _HUB or (isinstance(place.store, LocalStore) and not is_delta(place))
+    is_of_hub = sender.__name__ in (_HUB, _HUB_BUCKETS)
+    is_readable = not is_of_hub or (isinstance(place.store, LocalStore) and not is_delta(place))
     with open_checkpoint(place if is_readable else pull(place).path, compares=False) as held:
         yield held
 
@@ -319,7 +319,7 @@ def _module_for(place: str | Place) -> ModuleType:
     scheme, mark, _ = str(place).partition("://")
     scheme = scheme.lower() if mark else "hf"
     if is_hub_bucket(place):
-        return importlib.import_module("ft_ckpt.transfer.buckets")
+        return importlib.import_module(_HUB_BUCKETS)
     if scheme not in _MODULES:
         known = ", ".join(f"{each}://" for each in _MODULES)
         raise ConfigError(f"{place}: unknown URL scheme {scheme}://; expected {known}")

@@ -3,7 +3,6 @@
 An interrupted sync thus has copied the newest ones. The run may write while it is copied.
 """
 
-import importlib
 import os
 import threading
 import time
@@ -38,7 +37,7 @@ from ft_ckpt.errors import (
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage.local_store import LocalStore, folder_of, make_like
-from ft_ckpt.storage.place import Place, is_hub_bucket, location_name, open_place
+from ft_ckpt.storage.place import Place, location_name, open_place
 from ft_ckpt.transfer.buckets import push_report
 from ft_ckpt.transfer.copies import CopyReport, content_identity, copy_open, is_same_copy, is_there
 from ft_ckpt.transfer.outgoing import PushReport
@@ -105,8 +104,6 @@ def sync(
     start, goal = open_place(source), open_place(destination)
     here = list_checkpoints(start)
     _refuse_no_run(start, here)
-    if is_hub_bucket(goal) and not dry_run:
-        importlib.import_module("ft_ckpt.transfer.hub_buckets").make_bucket(goal.folder)
     plan = _plan_sync(here, list_checkpoints(goal), goal, delete=delete)
     missing, present = (tuple(info.name for info in infos) for infos in (plan.copy, plan.present))
     if dry_run:
@@ -405,7 +402,7 @@ class RunUploads:
             )
         with open_checkpoint(info.place, compares=False) as held:
             report = copy_open(held, goal, held.manifest, overwrite=found is not None, shown=False, heed=self._heed_end)
-            return push_report(held, goal, report)
+            return push_report(held, report)
 
     def _heed_end(self) -> None:
         if self._is_over.is_set():

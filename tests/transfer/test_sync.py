@@ -5,7 +5,6 @@ import json
 import pytest
 from broken_lines import broken_line
 from buckets import new_bucket
-from hub_bucket_server import serving_buckets, using_buckets
 from small_checkpoints import rewrite_manifest, save_of, save_with_state
 from test_bucket_places import command
 from test_copies import FROZEN, files_of, save_large
@@ -17,17 +16,13 @@ from ft_ckpt.checkpoint.guards import hold_lease, pin
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.place import Place
 
 
-@pytest.fixture(params=["folder", "bucket", "bucket of the Hub"])
+@pytest.fixture(params=["folder", "bucket"])
 def there(request, tmp_path):
     """Where the run goes."""
-    if request.param == "bucket of the Hub":
-        with serving_buckets(tmp_path / "contents") as hub, using_buckets(hub):
-            yield open_place("hf://buckets/user/ckpts/sft")
-    else:
-        yield Place(LocalStore(tmp_path / "there" / "sft")) if request.param == "folder" else Place(new_bucket())
+    return Place(LocalStore(tmp_path / "there" / "sft")) if request.param == "folder" else Place(new_bucket())
 
 
 def save_small(run, *steps, **facts):
