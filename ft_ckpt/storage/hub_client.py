@@ -1,9 +1,10 @@
-"""The client of the Hub: construction, conversion of its errors, progress bars."""
+"""The client of the Hub: construction, conversion of its errors, further tries, progress bars."""
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import (
@@ -24,7 +25,9 @@ from ft_ckpt.messages import clean_causes
 
 HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]  # of requests, httpx or httpx2, by the version of huggingface_hub
 HUB_ERRORS: tuple[Any, ...] = (HTTP_ERROR, OSError, ValueError, RuntimeError)
-MOST_TRIES = 4
+PAUSE_SECONDS = 1.0  # between two tries
+_MAX_TRIES = 4
+_Result = TypeVar("_Result")
 _XET_STATUS = re.compile(r"HTTP status \w+ error \((\d{3}) ")  # in the text of errors of hf_xet, which have no response
 
 
@@ -61,6 +64,25 @@ def progress_bars(*, shown: bool) -> Iterator[None]:
         enable_progress_bars()
 
 
+def with_retries(
+    action: Callable[[], _Result],
+    may_pass: Callable[[BaseException], bool],
+) -> _Result:
+    """Call `action` until it succeeds, at most four times; returns its result.
+
+    The client repeats single requests; this repeats a sequence of them that begins with a look at
+    what is stored. Raises the error of the last try, and each error that may not pass.
+    """
+    for _ in range(_MAX_TRIES - 1):
+        try:
+            return action()
+        except HUB_ERRORS as error:
+            if not may_pass(error):
+                raise
+        time.sleep(PAUSE_SECONDS)
+    return action()
+
+
 def hub_status(error: BaseException | None) -> int | None:
     """The HTTP status of an error or its causes, if any."""
     while error is not None:
@@ -73,7 +95,7 @@ def hub_status(error: BaseException | None) -> int | None:
     return None
 
 
-def is_worth_another_look(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether to retry: after a network or server error or a concurrent change; the request may have succeeded."""
     status = hub_status(error)
     return isinstance(error, HTTP_ERROR) if status is None else status in (409, 412) or status >= 500

@@ -1,13 +1,13 @@
 """Repositories of the Hugging Face Hub: URLs, push, pull, model card."""
 
 import copy
+import glob
 import json
 import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from urllib.parse import unquote
 import yaml
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, RepoCard
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in its __all__
 
 from ft_ckpt.checkpoint.catalog import is_hub_name, load_manifest
@@ -37,17 +38,15 @@ from ft_ckpt.errors import (
 from ft_ckpt.messages import LOG
 from ft_ckpt.storage.digests import read_record
 from ft_ckpt.storage.hub_client import (
-    HUB_ERRORS,
-    MOST_TRIES,
     hub_errors,
-    is_worth_another_look,
+    is_transient,
     make_api,
     progress_bars,
+    with_retries,
 )
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place, refuse_secrets
-from ft_ckpt.storage.scratch import copy_object, files_made_by
-from ft_ckpt.storage.store import Store
+from ft_ckpt.storage.scratch import files_made_by
 from ft_ckpt.transfer.outgoing import (
     OutgoingFiles,
     PullReport,
@@ -219,7 +218,6 @@ def _task_of(part: PartRecord | None, adapter_config: Mapping[str, Any]) -> str 
 
 
 _ARRIVING = ".arriving"  # in the staging folder: download folder of huggingface_hub, with its cache files
-_FILES_AT_ONCE = 8
 
 
 def fetch_checkpoint(source: str, folder: Path | None, *, token: str | None, overwrite: bool) -> PullReport:
@@ -266,23 +264,13 @@ def _staging_for(folder: Path) -> Iterator[LocalStaging]:
 def _download_files(api: HfApi, place: HubPlace, oid: str, names: Sequence[str], store: LocalStore) -> None:
     """Download files of one commit into `store`."""
     arriving = store.within(_ARRIVING)
-    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        paths = map(place.path_of, names)
-        list(pool.map(lambda path: _download_file(api, place.repo_id, path, oid, arriving.folder), paths))
-    _take_over(arriving, list(map(place.path_of, names)), store, names)
+    patterns = [glob.escape(place.path_of(name)) for name in names]
+    api.snapshot_download(place.repo_id, revision=oid, local_dir=arriving.folder, allow_patterns=patterns)
+    for name in names:
+        path = store.path(name)
+        store.make_parents(path)
+        arriving.path(place.path_of(name)).rename(path)
     arriving.delete_all()
-
-
-def _download_file(api: HfApi, repo_id: str, path: str, oid: str, folder: Path) -> None:
-    api.hf_hub_download(repo_id, path, revision=oid, local_dir=folder)
-
-
-def _take_over(source: Store, names: Sequence[str], store: Store, others: Sequence[str]) -> None:
-    """Link the files `names` of `source` as `others` in `store`, or copy them where links are not possible."""
-    for name, other in zip(names, others, strict=True):
-        if not store.copy(name, other, source):
-            with closing(source.open(name)) as file:
-                copy_object(file, store, other)
 
 
 def _put_in_place(staging: LocalStaging, place: HubPlace) -> Manifest:
@@ -300,10 +288,6 @@ def _put_in_place(staging: LocalStaging, place: HubPlace) -> Manifest:
     manifest = replace(manifest, files=(*manifest.files, *others), number=None)
     staging.commit(manifest)
     return manifest
-
-
-_PAUSE_SECONDS = 1.0
-_PATHS_AT_ONCE = 500  # the Hub takes a thousand per request at most
 
 
 @dataclass(frozen=True)
@@ -333,16 +317,8 @@ def send_checkpoint(held: OpenCheckpoint, destination: str, options: PushOptions
         api = make_api(options.token)
         if "/" not in place.repo_id:
             place = replace(place, repo_id=f"{api.whoami()['name']}/{place.repo_id}")
-        tries = 0
-        while True:
-            tries += 1
-            try:
-                report = _commit_once(api, place, held.path, outgoing, options)
-                break
-            except HUB_ERRORS as error:
-                if tries == MOST_TRIES or not is_worth_another_look(error):
-                    raise
-            time.sleep(_PAUSE_SECONDS)
+        commit = partial(_commit_once, api, place, held.path, outgoing, options)
+        report = with_retries(commit, is_transient)
     report = replace(report, seconds=time.monotonic() - begun)
     LOG.info("pushed %s to %s%s", held.path.name, report.url, "" if report.is_new else ", where all of it was")
     return report
@@ -407,8 +383,9 @@ def _remote_text(api: HfApi, place: HubPlace, oid: Any, name: str, names: frozen
     path = place.path_of(name)
     if path not in names:
         return None
-    content = files_made_by(partial(_download_file, api, place.repo_id, path, str(oid)))[path]
-    return content.decode("utf-8", "replace")
+    download = partial(api.hf_hub_download, place.repo_id, path, revision=str(oid))
+    contents = files_made_by(lambda folder: download(local_dir=folder))
+    return contents[path].decode("utf-8", "replace")
 
 
 def _with_card(
@@ -438,12 +415,9 @@ def _stale_names(place: HubPlace, head: _Head, files: Iterable[str], manifest: M
 
 def _check_arrived(api: HfApi, place: HubPlace, oid: str, sizes: dict[str, int]) -> None:
     """Compare the commit with the sent files: a .gitignore in the repository drops files silently."""
-    paths = list(sizes)
-    found: dict[str, int] = {}
-    for at in range(0, len(paths), _PATHS_AT_ONCE):
-        infos = api.get_paths_info(place.repo_id, paths[at : at + _PATHS_AT_ONCE], revision=oid)
-        found |= {info.path: getattr(info, "size", -1) for info in infos}
-    if absent := [path for path in paths if found.get(path) != sizes[path]]:
+    tree = api.list_repo_tree(place.repo_id, recursive=True, revision=oid)
+    arrived = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
+    if absent := [path for path, size in sizes.items() if arrived.get(path) != size]:
         raise TargetError(
             f"{place.url}: {listing(absent, ', ')} not in the commit {oid[:8]} as sent; look for a .gitignore there"
         )

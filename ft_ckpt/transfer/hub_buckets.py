@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,16 @@ from ft_ckpt.errors import (
     NameTakenError,
     NotACheckpointError,
     TargetError,
-    UnreadableError,
     listing,
 )
 from ft_ckpt.schema import as_record
 from ft_ckpt.storage.hub_client import (
-    MOST_TRIES,
     hub_errors,
-    is_worth_another_look,
+    hub_status,
+    is_transient,
     make_api,
     progress_bars,
+    with_retries,
 )
 from ft_ckpt.storage.local_disk import HUB_BUCKETS, PREFIX
 from ft_ckpt.storage.local_store import LocalStore
@@ -76,7 +77,7 @@ from ft_ckpt.transfer.signatures import Signed, put_signature, read_signature
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # of a bucket, with its namespace
 _SENDING = f"{PREFIX}sending"  # JSON list of the files of a send that has not ended
-_PAUSE_SECONDS = 1.0
+_BATCH_FAILED = (200, 422)  # statuses of a batch with operations that failed
 
 
 @dataclass(frozen=True)
@@ -105,17 +106,15 @@ class _Folder:
 
     def make_bucket(self, private: bool | None) -> None:
         """Make the bucket if it is missing: a private one, unless `private` is False."""
-        with hub_errors(self.url, writing=True, failed="not written"):
-            self.api.create_bucket(self.bucket_id, private=private is not False, exist_ok=True)
-            is_private = self.api.bucket_info(self.bucket_id).private
-        if private and not is_private:
+        self.api.create_bucket(self.bucket_id, private=private is not False, exist_ok=True)
+        if private and not self.api.bucket_info(self.bucket_id).private:
             raise TargetError(f"{self.url}: public, expected private=True; make it private first")
 
     def files(self) -> dict[str, BucketFile]:
         """The files below this folder, by their names in it."""
         start = self.path_of("")
         files: dict[str, BucketFile] = {}
-        with hub_errors(self.url, writing=False), suppress(EntryNotFoundError):
+        with suppress(EntryNotFoundError):
             tree = self.api.list_bucket_tree(self.bucket_id, self.path or None, recursive=True)
             for entry in tree:
                 if isinstance(entry, BucketFile) and entry.path.startswith(start):
@@ -124,18 +123,15 @@ class _Folder:
 
     def send(self, files: Mapping[str, Path | bytes], delete: Iterable[str] = ()) -> None:
         """Add files by name, and delete others."""
-        with hub_errors(self.url, writing=True, failed="not written"):
-            self.api.batch_bucket_files(
-                self.bucket_id,
-                add=[(content, self.path_of(name)) for name, content in files.items()],
-                delete=[self.path_of(name) for name in delete],
-            )
+        self.api.batch_bucket_files(
+            self.bucket_id,
+            add=[(content, self.path_of(name)) for name, content in files.items()],
+            delete=[self.path_of(name) for name in delete],
+        )
 
     def download(self, files: list[tuple[BucketFile, Path]]) -> None:
         """Download listed files, by their hashes."""
-        targets: list[Any] = list(files)
-        with hub_errors(self.url, writing=False):
-            self.api.download_bucket_files(self.bucket_id, targets)
+        self.api.download_bucket_files(self.bucket_id, list[Any](files))
 
     def read_text(self, file: BucketFile) -> str:
         """The text of a small file. Raises ManifestError if it is larger than a manifest may be."""
@@ -173,13 +169,13 @@ def destination_url(destination: str, options: PushOptions) -> str:
     return _folder_at(destination).url
 
 
-def send_checkpoint(held: OpenCheckpoint, destination: str, options: PushOptions) -> PushReport:
+def send_checkpoint(checkpoint: OpenCheckpoint, destination: str, options: PushOptions) -> PushReport:
     """Push an open checkpoint, see `push.push`."""
     destination_url(destination, options)
-    folder = _folder_at(destination, options.token, within=Place(held.origin).basename)
-    manifest = held.manifest if options.state else weights_manifest(held.manifest)
+    folder = _folder_at(destination, options.token, within=Place(checkpoint.origin).basename)
+    manifest = checkpoint.manifest if options.state else weights_manifest(checkpoint.manifest)
     terms = _Terms(options.private, overwrite=False, shown=not options.quiet)
-    return push_report(held, _send(held, folder, manifest, terms))
+    return push_report(checkpoint, _send(checkpoint, folder, manifest, terms))
 
 
 def fetch_checkpoint(
@@ -220,15 +216,15 @@ def copy_checkpoint(
                 f"{source} to a folder, and that folder to the other bucket"
             )
         return _fetch(folder, target.folder.folder, overwrite=overwrite)[0]
-    with open_checkpoint(source, compares=False) as held:
-        folder = _folder_at(str(destination), within=Place(held.origin).basename)
+    with open_checkpoint(source, compares=False) as checkpoint:
+        folder = _folder_at(str(destination), within=Place(checkpoint.origin).basename)
         terms = _Terms(overwrite=overwrite)
-        if isinstance(held.store, LocalStore):
-            return _send(held, folder, held.manifest, terms)
-        cached = pull_cached(held, held.manifest).path
+        if isinstance(checkpoint.store, LocalStore):
+            return _send(checkpoint, folder, checkpoint.manifest, terms)
+        cached = pull_cached(checkpoint, checkpoint.manifest).path
         with open_checkpoint(cached, compares=False) as local:
             report = _send(local, folder, local.manifest, terms)
-        return replace(report, source=held.location)
+        return replace(report, source=checkpoint.location)
 
 
 @dataclass(frozen=True)
@@ -241,7 +237,7 @@ class _Terms:
 
 
 def _send(
-    held: OpenCheckpoint,
+    checkpoint: OpenCheckpoint,
     folder: _Folder,
     manifest: Manifest,
     terms: _Terms,
@@ -253,30 +249,30 @@ def _send(
     """
     begun = time.monotonic()
     if manifest.delta:
-        raise ConfigError(f"{held.location}: a delta; `ft-ckpt push` sends what it stands for")
-    refuse_damaged(held)
-    tries = 0
-    while True:
-        tries += 1
-        try:
-            folder.make_bucket(terms.private)
-            report = _send_once(held, folder, manifest, terms)
-            return replace(report, seconds=time.monotonic() - begun)
-        except (TargetError, UnreadableError) as error:
-            cause = error.__cause__
-            if tries == MOST_TRIES or cause is None or not is_worth_another_look(cause):
-                raise
-        time.sleep(_PAUSE_SECONDS)
+        raise ConfigError(f"{checkpoint.location}: a delta; `ft-ckpt push` sends what it stands for")
+    refuse_damaged(checkpoint)
+    with hub_errors(folder.url, writing=True, failed="not written"):
+        report = with_retries(partial(_send_once, checkpoint, folder, manifest, terms), _may_pass)
+    return replace(report, seconds=time.monotonic() - begun)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether to try again: also after a batch that failed in part.
+
+    The client repeats a batch without an answer, and its deletions then find nothing to delete.
+    """
+    return hub_status(error) in _BATCH_FAILED or is_transient(error)
 
 
 def _send_once(
-    held: OpenCheckpoint,
+    checkpoint: OpenCheckpoint,
     folder: _Folder,
     manifest: Manifest,
     terms: _Terms,
 ) -> CopyReport:
     """Look at what is in the bucket, send the files, and then the manifest."""
-    report = _new_copy(folder.url, held.location, manifest)
+    folder.make_bucket(terms.private)
+    report = _new_copy(folder.url, checkpoint.location, manifest)
     present = folder.files()
     stored = _stored_manifest(folder, present)
     is_same = is_same_copy(stored, manifest)
@@ -288,9 +284,9 @@ def _send_once(
         advice = "use another name, or overwrite=True (--force)"
         raise NameTakenError(f"{folder.url}: exists already; {advice}")
     older = _older_files(folder, present, stored)
-    files: dict[str, Path | bytes] = {name: held.folder / name for name in report.files}
+    files: dict[str, Path | bytes] = {name: checkpoint.folder / name for name in report.files}
     text = manifest_to_json(_as_sent(manifest))
-    signed = read_signature(held.origin)
+    signed = read_signature(checkpoint.origin)
     if signed is not None and is_same_copy(signed.manifest, manifest):
         files[SIGNATURE_NAME] = signed.bundle.encode()
         text = signed.text  # which the signature covers, to the byte
@@ -379,6 +375,12 @@ def _fetch(folder: _Folder, target: Path, *, overwrite: bool) -> tuple[CopyRepor
     Also returns the text of its manifest.
     """
     begun = time.monotonic()
+    with hub_errors(folder.url, writing=False):
+        report, text = _fetch_once(folder, target, overwrite=overwrite)
+    return replace(report, seconds=time.monotonic() - begun), text
+
+
+def _fetch_once(folder: _Folder, target: Path, *, overwrite: bool) -> tuple[CopyReport, str]:
     present = folder.files()
     if MANIFEST_NAME not in present:
         raise NotACheckpointError(
@@ -398,7 +400,7 @@ def _fetch(folder: _Folder, target: Path, *, overwrite: bool) -> tuple[CopyRepor
         _download(folder, present, manifest, target)
     if SIGNATURE_NAME in present:
         put_signature(goal.folder, Signed(folder.read_text(present[SIGNATURE_NAME]), text))
-    return replace(report, seconds=time.monotonic() - begun), text
+    return report, text
 
 
 def _download(

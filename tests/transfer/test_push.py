@@ -37,6 +37,7 @@ from ft_ckpt.errors import (
     TargetError,
     UnreadableError,
 )
+from ft_ckpt.storage import hub_client
 from ft_ckpt.storage.place import Place
 from ft_ckpt.transfer import hub as hub_module
 from ft_ckpt.transfer.hub import HubPlace, parse_place
@@ -46,7 +47,7 @@ METRICS = {"eval_loss": 2.0, "eval_accuracy": 0.5, "eval_runtime": 3.0, "learnin
 
 @pytest.fixture
 def hub(monkeypatch):
-    monkeypatch.setattr(hub_module, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(hub_client, "PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda _: time.sleep(0.01)))  # the library's own retries
     with serving_hub(part_bytes=20_000) as server, using_hub(server):
         yield server
