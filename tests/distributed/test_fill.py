@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch import run_cases, selected
 from opened import raw_file
 from safetensors.torch import save_file
 from seeds import examples
@@ -32,8 +31,6 @@ from ft_ckpt.storage import read_ahead
 from ft_ckpt.storage.local_store import LocalStore
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn]
-FAN_OUT = ["same/ddp/llama", "same/ddp/mixtral", "same/fsdp1/llama", "same/fsdp2/qwen3", "cut_short"]
-FAILING = ["gone_before_reading", "no_memory", "fewer_readings", "another_model"]
 
 
 class Converted:
@@ -297,13 +294,3 @@ def test_files_are_read_beside_the_block_and_not_after_it(tmp_path, monkeypatch)
 def test_mapped_is_one_of_three(tmp_path):
     with pytest.raises(LoadError, match="mapped='yes'"):
         ft_ckpt.load_model(tmp_path, mapped="yes")
-
-
-@pytest.fixture(scope="module")
-def fanned_out(request, tmp_path_factory):
-    return run_cases("fan_out", selected(request, FAN_OUT + FAILING), tmp_path_factory.mktemp("fan_out"))
-
-
-@pytest.mark.parametrize("case", FAN_OUT + FAILING)
-def test_one_rank_reads_for_all(fanned_out, case):
-    assert fanned_out[case] == ""

@@ -30,6 +30,7 @@ IS_RANK = CALLS in os.environ
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 START_SECONDS = 120  # to fork the ranks, import the file and join the process group
+MAX_RANKS = 8  # that a file keeps at once: each may hold hundreds of megabytes
 END_SECONDS = 60  # for the ranks to end after the last test of the file
 PARAMETERS = ParamSpec("PARAMETERS")
 
@@ -175,6 +176,7 @@ class _File:
         return None if values.count(None) == len(values) else values
 
     def begin(self, where: Where) -> _Launch:
+        self.make_room(where.ranks)
         self.count += 1
         address = self.folder / f"calls-{self.count}"
         log = self.folder / f"log-{self.count}"
@@ -194,6 +196,12 @@ class _File:
                     connection = Connection(listening.accept()[0].detach())
                     launch.ranks[connection.recv()] = connection
         return launch
+
+    def make_room(self, ranks: int) -> None:
+        """End the launches that were not used for longest."""
+        while self.launches and ranks + sum(len(launch.ranks) for launch in self.launches.values()) > MAX_RANKS:
+            oldest = next(iter(self.launches))
+            _end([self.launches.pop(oldest)])
 
 
 def _end(launches: Sequence[_Launch]) -> None:

@@ -7,12 +7,16 @@ import peft
 import pytest
 import torch
 from compare import assert_same_tensors, reference, stored
-from launch import run_cases, selected
+from on_ranks import RANK, on_ranks
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import MixtralForCausalLM, Qwen3ForCausalLM
+from wrappers import WRAPPERS, Live, truth
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors
+from ft_ckpt.errors import RanksDisagreeError
 from ft_ckpt.training import state as training
 
 
@@ -307,18 +311,99 @@ def test_an_expanded_tensor_does_not_take_other_values(tmp_path):
         CheckpointSaver().resume(tmp_path / "out", model=again)
 
 
-RANKS = ["whole/ddp", "whole/fsdp2", "whole/fsdp1", "whole/zero3", "lonely/save", "lonely/save_state"]
+QUIET = {"enter_timeout_seconds": 60, "on_difference": "ignore"}
+NAMES = ["task:en", "a/b", "größe 1", "weights", "rank-0"]
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks(request, tmp_path_factory):
-    return run_cases("whole", selected(request, RANKS), tmp_path_factory.mktemp("ranks"))
+class ScaledByRank(nn.Linear):
+    """A layer with extra state that differs by rank."""
+
+    def __init__(self, amax):
+        super().__init__(6, 6)
+        self.amax = torch.full((3,), amax)
+
+    def get_extra_state(self):
+        return self.amax
+
+    def set_extra_state(self, state):
+        self.amax = state.clone()
 
 
-@pytest.mark.sample("whole/fsdp2", "lonely/save_state")
-@pytest.mark.parametrize("case", RANKS)
-def test_on_two_ranks(on_two_ranks, case):
-    assert on_two_ranks[case] == ""
+class Unusual(nn.Module):
+    """Layers with unusual names, a tie, a buffer, and a name that the model lists in its own way."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(6, 6) for name in NAMES})
+        self.scaled, self.count = ScaledByRank(value + RANK), torch.tensor(value)
+        self.layers["tied"] = nn.Linear(6, 6)
+        self.layers["tied"].weight = self.layers["task:en"].weight
+        self.register_buffer("mean", torch.full((5,), value))
+        torch.manual_seed(int(value))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.rand(parameter.shape))
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}count"] = self.count.clone()
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        self.count = state.pop(f"{prefix}count", self.count).clone()
+        super()._load_from_state_dict(state, prefix, *rest)
+
+    def forward(self, inputs):
+        return sum(layer(inputs).square().mean() for layer in (*self.layers.values(), self.scaled))
+
+
+def wrapped(wrapper, value):
+    model = Unusual(value)
+    if wrapper == "zero3":
+        return WRAPPERS["zero3"](model).model
+    if wrapper == "fsdp2":
+        return fully_shard(model)
+    if wrapper == "fsdp1":
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def inside(model):
+    return model if isinstance(model, Unusual) else model.module
+
+
+@pytest.mark.sample("fsdp2")
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "fsdp1", "zero3"])
+@on_ranks(2)
+def test_every_entry_is_saved_and_resumed_under_wrappers(tmp_path, wrapper):
+    """Files have every entry of the bare model's state dict; a resume gives each rank its own values."""
+    model, again = wrapped(wrapper, 3), wrapped(wrapper, 8)
+    CheckpointSaver(**QUIET).save(model, tmp_path / "full")
+    files = load_file(tmp_path / "full" / "model.safetensors")
+    bare = Unusual(3).state_dict()
+    bare["scaled._extra_state"] = torch.full((3,), 3.0)  # rank 0's
+    assert files.keys() == bare.keys() - {"layers.tied.weight"}, files.keys() ^ bare.keys()
+    assert all(torch.equal(files[name], bare[name]) for name in files)
+    CheckpointSaver(**QUIET).save_state(model, tmp_path / "state")
+    CheckpointSaver(**QUIET).resume(tmp_path / "state", model=again)
+    before, after = truth_of(model), truth_of(again)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert inside(again).count.item() == 3
+    assert inside(again).scaled.amax.tolist() == [3.0 + RANK] * 3
+
+
+def truth_of(model):
+    return truth(Live(model, None))
+
+
+@pytest.mark.sample("save_state")
+@pytest.mark.parametrize("save", ["save", "save_state"])
+@on_ranks(2)
+def test_tensors_of_one_rank_alone_are_refused(tmp_path, save):
+    """As under pipeline parallelism: tensors of one rank alone are refused by name."""
+    model = nn.ModuleDict({"both": nn.Linear(2, 2), f"layer {RANK}": nn.Linear(2, 2)})
+    with pytest.raises(RanksDisagreeError, match=r"layer 1.weight, layer 1.bias on rank\(s\) 1 alone"):
+        getattr(CheckpointSaver(**QUIET), save)(model, tmp_path / "out")
 
 
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])

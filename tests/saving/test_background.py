@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 import training
-from launch import run_and_signal, run_cases, run_python, selected
+from launch import run_and_signal, run_python
 from safetensors.torch import load_file
 from small_checkpoints import contents
 from torch import nn
@@ -24,23 +24,6 @@ from ft_ckpt.checkpoint import commit
 from ft_ckpt.errors import CheckpointError, ConfigError, NoSpaceError
 from ft_ckpt.saving import background, write
 from ft_ckpt.saving.background import PendingSave
-
-TWO = [
-    "ddp",
-    "fsdp2",
-    "fsdp1",
-    "fsdp1_flat",
-    "gathered",
-    "told_at_the_next_step",
-    "one_rank_fails",
-    "not_shared",
-    "few_meetings",
-    *("ddp/changes", "fsdp2/changes", "fsdp1/changes", "fsdp1_flat/changes"),
-]
-ZERO = [  # stage 3 comes last, as in test_zero_optimizer.py
-    *("zero1", "zero2", "zero2/changes", "muon", "zero1_bf16_gradients32", "zero2_bf16_offload"),
-    *("zero3", "zero3/changes", "zero3_bf16_subgroups_persistent"),
-]
 
 
 class Stamp(torch.optim.Optimizer):
@@ -427,26 +410,3 @@ def test_a_save_for_a_signal_is_there_when_the_process_exits(tmp_path):
     with pytest.raises(SystemExit):
         saver.step()
     assert latest(tmp_path) == tmp_path / "checkpoint-1"
-
-
-@pytest.fixture(scope="module")
-def two(request, tmp_path_factory):
-    return run_cases("background", selected(request, TWO), tmp_path_factory.mktemp("two"))
-
-
-@pytest.mark.sample("ddp", "fsdp2", "few_meetings")
-@pytest.mark.parametrize("case", TWO)
-def test_two_ranks(two, case):
-    assert two[case] == ""
-
-
-@pytest.fixture(scope="module")
-def zero(request, tmp_path_factory):
-    pytest.importorskip("deepspeed")
-    return run_cases("background", selected(request, ZERO), tmp_path_factory.mktemp("zero"))
-
-
-@pytest.mark.sample("zero2")
-@pytest.mark.parametrize("case", ZERO)
-def test_two_ranks_of_deepspeed(zero, case):
-    assert zero[case] == ""

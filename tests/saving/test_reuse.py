@@ -8,9 +8,11 @@ import faults
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from compare import assert_same_tensors, reference, stored
-from launch import run_cases, selected
+from on_ranks import RANK, on_ranks
 from transformers import AutoModelForCausalLM
+from wrappers import WRAPPERS, truth
 
 from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, load_model, verify
 from ft_ckpt.checkpoint import prune
@@ -19,8 +21,6 @@ from ft_ckpt.checkpoint.delete import delete_checkpoint
 from ft_ckpt.errors import NoSpaceError
 from ft_ckpt.saving import reuse_frozen, write
 
-WRAPPED = ("ddp", "fsdp2", "fsdp1", "zero3")  # stage 3 comes last, as in test_zero_optimizer.py
-CASES = ["one_rank_changed", "other_writers", *(f"{one}/{how}" for one in WRAPPED for how in ("gathered", "direct"))]
 FROZEN, TRAINED = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
@@ -443,12 +443,83 @@ def test_killed_in_the_middle(model, tmp_path):
     faults.try_worlds(trial, faults.Disk("killed"), every=3)
 
 
-@pytest.fixture(scope="module")
-def two(request, tmp_path_factory):
-    return run_cases("reuse", selected(request, CASES), tmp_path_factory.mktemp("two"))
+def frozen_under(wrapper):
+    torch.compiler.set_stance("force_eager")
+    model = models.build("wide")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("norm.weight"))
+    return WRAPPERS[wrapper](model)
 
 
-@pytest.mark.sample("one_rank_changed", "ddp/direct", "fsdp2/gathered")
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks(two, case):
-    assert two[case] == ""
+def saver_on_ranks(live, folder, each):
+    settings = {"enter_timeout_seconds": 60, "io_threads": 2, "each_rank_writes": each}
+    return CheckpointSaver(live.accelerator, folder, reuse_frozen="on", **settings)
+
+
+def assert_all_are(path, live):
+    expected = truth(live)
+    dist.barrier()
+    if RANK == 0:
+        assert verify(path).ok, verify(path)
+        found = stored(path)
+        assert_same_tensors(found, {name: tensor for name, tensor in expected.items() if name in found})
+        assert expected.keys() >= found.keys()
+    dist.barrier()
+
+
+@pytest.mark.sample("on-ddp", "off-fsdp2")
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "fsdp1", "zero3"])
+@pytest.mark.parametrize("each", ["off", "on"])
+@on_ranks(2)
+def test_ranks_write_only_what_has_changed(tmp_path, wrapper, each):
+    live = frozen_under(wrapper)
+    saver = saver_on_ranks(live, tmp_path, each)
+    live.step(models.batch(seed=RANK))
+    saver.save(live.model, step=1)
+    live.step(models.batch(seed=RANK + 2))
+    with faults.writes() as written:
+        path = saver.save(live.model, step=2).path
+    assert sum(written) < 50_000
+    assert is_linked(path)
+    assert_all_are(path, live)
+    with torch.no_grad():
+        for parameter in live.model.parameters():
+            getattr(parameter, "ds_tensor", parameter).mul_(2)  # ZeRO-3's shard
+    path = saver.save(live.model, step=3).path
+    assert not is_linked(path)
+    assert_all_are(path, live)
+    if each == "on" and wrapper != "zero3":
+        assert is_linked(saver.save(live.model, step=4, background=True).result().path)
+
+
+@on_ranks(2)
+def test_a_change_that_one_rank_sees(tmp_path):
+    """A change that only one rank sees makes all write the file; the next save reuses it again."""
+    live = frozen_under("fsdp2")
+    saver = saver_on_ranks(live, tmp_path, "on")
+    saver.save(live.model, step=1)
+    if RANK == 1:
+        parameter = next(p for p in live.model.parameters() if not p.requires_grad)
+        with torch.no_grad():
+            parameter.to_local().mul_(3)
+    path = saver.save(live.model, step=2).path
+    assert not is_linked(path)
+    assert_all_are(path, live)
+    path = saver.save(live.model, step=3).path
+    assert is_linked(path)
+    assert_all_are(path, live)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_files_of_other_writers(tmp_path):
+    """Rank 0 does not compare files that all ranks wrote, nor all ranks those of rank 0: tensors would have to move."""
+    live = frozen_under("fsdp2")
+    rank_0, all_ranks = saver_on_ranks(live, tmp_path, "off"), saver_on_ranks(live, tmp_path, "on")
+    with rank_0, all_ranks:
+        assert not is_linked(rank_0.save(live.model, step=1).path)
+        assert not is_linked(all_ranks.save(live.model, step=2).path)
+        assert is_linked(all_ranks.save(live.model, step=3, background=True).result().path)
+        path = rank_0.save(live.model, step=4).path
+        assert is_linked(path)
+        assert_all_are(path, live)

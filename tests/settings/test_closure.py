@@ -5,14 +5,18 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from launch import run_cases
+from on_ranks import RANK, on_ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from ft_ckpt import CheckpointSaver, Every
+from ft_ckpt import CheckpointSaver, Every, latest
 from ft_ckpt.closure import checkpoint_closure
-from ft_ckpt.errors import CheckpointError, ConfigError
+from ft_ckpt.errors import CheckpointError, ConfigError, RankError, RanksDisagreeError
 
 
 @pytest.fixture(autouse=True)
@@ -250,16 +254,70 @@ def _named(name):
     return function
 
 
-# Two ranks
+@on_ranks(2)
+def test_parameters_of_fsdp2_are_sharded_again_inside(tmp_path):
+    """Inside a closure, FSDP2 parameters are sharded again, though an evaluation left those of the root unsharded."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
 
-CASES = ["sharded", "clocks", "error", "alone"]
+    @checkpoint_closure(every=Every(steps=2), total_steps=3)
+    def look():
+        saver.save(model, step=saver.progress.step)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        seen.append(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))["1.weight"])
+        return True
+
+    with CheckpointSaver(directory=tmp_path) as saver:
+        saver.register(model=model, optimizer=optimizer)
+        found = []
+        for _ in range(3):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(torch.ones(1, 4))
+            assert not isinstance(model[1].weight, DTensor), "nothing to put back"
+            saver.step()
+            found.append(look())
+    assert found == [None, True, True]
+    assert latest(tmp_path).name == "checkpoint-3"
+    assert not torch.equal(seen[0], seen[1])
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    return run_cases("closure", CASES, tmp_path_factory.mktemp("closure"))
+@on_ranks(2)
+def test_the_clock_of_rank_0_decides():
+    """Clocks of ranks differ: rank 0's decides."""
+    every = Every(minutes=1e-9 if RANK == 0 else 1e9)
+    function = checkpoint_closure(every=every)(str)
+    assert [function(call) for call in range(2)] == ["0", "1"]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_on_two_ranks(outcomes, case):
-    assert outcomes[case] == ""
+@on_ranks(2)
+def test_an_error_on_one_rank_is_raised_on_all():
+    @checkpoint_closure(every=Every(steps=2))
+    def function(call):
+        if RANK == 1 and call == 2:
+            raise KeyError("full")
+        return call
+
+    assert function(1) is None
+    expected = (RankError, r"function\(\) failed on rank 1: KeyError: 'full'") if RANK == 0 else (KeyError, "full")
+    with pytest.raises(expected[0], match=expected[1]):
+        function(2)
+    assert [function(3), function(4)] == [None, 4]
+
+
+@on_ranks(2, alone=True)
+def test_a_call_on_rank_0_alone_is_an_error(tmp_path):
+    """A call under `if rank == 0` is an error that says so, not a wait without end."""
+    ran = []
+    with CheckpointSaver(directory=tmp_path, enter_timeout_seconds=2) as saver:
+        function = checkpoint_closure(every=Every(steps=1, deadline=None), saver=saver)(ran.append)
+        if RANK == 0:
+            with pytest.raises(RanksDisagreeError, match=r"rank\(s\) 1 did not enter"):
+                function(1)
+    dist.barrier()
+    assert ran == []

@@ -5,15 +5,19 @@ import importlib.util
 import math
 from collections import deque
 
+import models
 import numpy as np
 import pytest
 import torch
-from launch import run_cases, selected
+import wrappers
+from on_ranks import RANK, on_ranks
 from optimizers import SMALL, Small
 from torch import nn
+from wrappers import WRAPPERS, truth
 
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.errors import SelectionError
+from ft_ckpt.distributed.wrappers import is_distributed
+from ft_ckpt.errors import CheckpointError, SelectionError
 from ft_ckpt.training.state import merge_descriptions
 
 QUIET = {"on_difference": "ignore"}
@@ -255,25 +259,96 @@ def test_weights_of_a_schedule_free_optimizer_in_training_are_named(tmp_path):
         assert saver.save(model, tmp_path / "averaged").notes == ()
 
 
-WRAPPED = ["preconditioned/ddp", "nested/ddp", "settings/ddp", "turned/ddp"]
-WRAPPED += [f"{name}/{wrapper}" for name in ("nested", "settings") for wrapper in ("fsdp1", "fsdp1_flat", "fsdp2")]
-WRAPPED += ["refused/fsdp1", "refused/fsdp2"]
+TOLD = {"enter_timeout_seconds": 60, "on_difference": "ignore"}
 
 
-@pytest.fixture(scope="module")
-def wrapped(request, tmp_path_factory):
-    return run_cases("many_optimizers", selected(request, WRAPPED), tmp_path_factory.mktemp("wrapped"), timeout=280)
+class OfShards(Small):
+    """A list with a matrix of this rank's own elements."""
+
+    def update(self, parameter, gradient, group):
+        part = gradient.to_local() if is_distributed(gradient) else gradient  # type: ignore[attr-defined]
+        flat = part.flatten()[:3]
+        self.state[parameter]["sides"] = [torch.outer(flat, flat)]
+        return gradient
 
 
-@pytest.mark.sample("preconditioned/ddp", "nested/fsdp2")
-@pytest.mark.parametrize("case", WRAPPED)
-def test_on_two_ranks(wrapped, case):
-    assert wrapped[case] == ""
+def under(wrapper, optimizer, seed):
+    wrappers.adam = lambda model: optimizer([p for p in model.parameters() if p.requires_grad])
+    return WRAPPERS[wrapper](models.build("llama", seed))
+
+
+def saver_of(live, folder):
+    saver = CheckpointSaver(live.accelerator, folder, every=2, **TOLD)
+    saver.register(model=live.model, optimizer=live.optimizer)
+    return saver
+
+
+def train_on_ranks(live, saver, first, count):
+    losses = []
+    for step in range(first, first + count):
+        losses.append(live.step(models.batch(seed=97 * step + RANK)))
+        saver.step()
+    return losses
+
+
+def optimizer_named(name):
+    return SMALL.get(name) or getattr(torch.optim, name)
+
+
+WRAPPED = [("preconditioned", "ddp"), ("turned", "ddp")]
+WRAPPED += [(name, wrapper) for name in ("nested", "settings") for wrapper in ("ddp", "fsdp1", "fsdp1_flat", "fsdp2")]
+
+
+@pytest.mark.sample("preconditioned-ddp", "nested-fsdp2")
+@pytest.mark.parametrize(("optimizer", "wrapper"), WRAPPED)
+@on_ranks(2, timeout=280)
+def test_on_two_ranks(tmp_path, optimizer, wrapper):
+    exact(tmp_path, wrapper, optimizer_named(optimizer))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
-def test_under_zero(tmp_path):
-    cases = ["settings/zero1", "settings/zero3", "refused/zero1", "refused/zero2", "refused/zero3"]
-    outcomes = run_cases("many_optimizers", cases, tmp_path, timeout=280, env={"DS_ACCELERATOR": "cpu"})
-    assert outcomes == dict.fromkeys(cases, "")
+@pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
+@on_ranks(2)
+def test_matrices_of_shards_are_refused(tmp_path, wrapper):
+    refused(tmp_path, wrapper)
+
+
+under_zero = on_ranks(2, group_seconds=None, env={"DS_ACCELERATOR": "cpu"}, timeout=280)
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("wrapper", ["zero1", "zero3"])
+@under_zero
+def test_under_zero(tmp_path, wrapper):
+    exact(tmp_path, wrapper, optimizer_named("settings"))
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("wrapper", ["zero1", "zero2", "zero3"])
+@under_zero
+def test_matrices_of_shards_are_refused_under_zero(tmp_path, wrapper):
+    refused(tmp_path, wrapper)
+
+
+def exact(folder, wrapper, optimizer):
+    live = under(wrapper, optimizer, 0)
+    with saver_of(live, folder) as saver:
+        train_on_ranks(live, saver, 0, 2)
+        expected = train_on_ranks(live, saver, 2, 2)
+    fresh = under(wrapper, optimizer, 1)
+    with saver_of(fresh, folder) as saver:
+        assert saver.resume("checkpoint-2").report.problems == ()
+        assert train_on_ranks(fresh, saver, 2, 2) == expected
+    before, after = truth(live), truth(fresh)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def refused(folder, wrapper):
+    """On all ranks, also where one of them has no elements of a parameter."""
+    live = under(wrapper, OfShards, 0)
+    saver = saver_of(live, folder)
+    with pytest.raises(CheckpointError, match=r"sides: .*not cut like the parameter|sides: list|rank \d"):
+        train_on_ranks(live, saver, 0, 1)

@@ -19,9 +19,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from launch import run_cases, run_python
+import torch.distributed as dist
+from launch import run_python
 from namespaces import can_mount
+from on_ranks import call_on_ranks
 from places import TESTS
+from training import QUIET, learn, prepared
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
@@ -405,24 +408,47 @@ def test_the_setting(value):
         CheckpointSaver(None, lease=value)
 
 
+def are_refused(run, holder):
+    """Another process trains into the folder of the run: rank 0 finds it, and both ranks raise."""
+    saver = CheckpointSaver(prepared().accelerator, run, enter_timeout_seconds=30, **QUIET)
+    for action in (saver.resume, saver.save_state):
+        with pytest.raises(LeaseTakenError, match=f"process {holder} on .* trains into it"):
+            action()
+
+
 def test_all_ranks_are_told(tmp_path):
     """Two ranks that begin to train into the folder of this process."""
     with trainer(tmp_path / "run") as saver:
         stepped(saver)
-        env = {"RUN": str(tmp_path / "run"), "HOLDER": str(os.getpid())}
-        assert run_cases("running", ["lease_taken"], tmp_path / "ranks", env=env) == {"lease_taken": ""}
+        call_on_ranks(2, are_refused, tmp_path / "run", os.getpid())
         assert stepped(saver).step == 2
+
+
+def train_and_die(place):
+    """Killed after a save, twice; each time new processes go on at once."""
+    run = prepared()
+    lives = len([*place.glob("checkpoint-*")])
+    begun = time.monotonic()
+    with CheckpointSaver(run.accelerator, place, enter_timeout_seconds=30, **QUIET) as saver:
+        assert saver.resume().step == lives
+        assert time.monotonic() - begun < 20
+        learn(run, torch.ones(2, 3))
+        saver.step()
+        saver.save_state()
+        dist.barrier()
+        if lives < 2:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
 def test_ranks_that_are_killed_and_started_again(tmp_path):
     """As a launcher does after a crash."""
     run = tmp_path / "run"
-    assert run_cases("running", ["lease_of_the_dead"], tmp_path / "first", env={"RUN": str(run)})["lease_of_the_dead"]
-    assert mark(run), "left by the killed rank 0"
-    assert run_cases("running", ["lease_of_the_dead"], tmp_path / "second", env={"RUN": str(run)})["lease_of_the_dead"]
-    last = run_cases("running", ["lease_of_the_dead"], tmp_path / "third", env={"RUN": str(run)})
-    assert last == {"lease_of_the_dead": ""}
+    for _ in range(2):
+        with pytest.raises(pytest.fail.Exception, match="ended its process"):
+            call_on_ranks(2, train_and_die, run)
+        assert mark(run), "left by the killed rank 0"
+    call_on_ranks(2, train_and_die, run)
     assert not mark(run)
 
 

@@ -1,5 +1,6 @@
 """When a run saves by itself, what it does on a full disk, and how ranks decide together."""
 
+import os
 import re
 import shutil
 import signal
@@ -7,31 +8,114 @@ import time
 from decimal import Decimal
 from functools import partial
 
+import models
 import numpy as np
 import pytest
 import torch
-from launch import run_and_signal, run_cases, selected
+from launch import run_and_signal
+from on_ranks import RANK, on_ranks
 from torch.utils.data import DataLoader, TensorDataset
-from training import QUIET, network, prepared, rows, train
+from training import QUIET, learn, network, prepared, rows, train
+from wrappers import WRAPPERS
 
 from ft_ckpt import CheckpointSaver, Every, Keep
 from ft_ckpt.checkpoint import commit, prune
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.errors import ConfigError, NoSpaceError, TargetError
+from ft_ckpt.errors import ConfigError, LoadError, NoSpaceError, TargetError
 
-TOGETHER = ["one_signal", "by_the_clock", "by_a_metric", "unlike", "incomplete_ddp", "incomplete_fsdp2"]
-
-
-@pytest.fixture(scope="module")
-def together(request, tmp_path_factory):
-    return run_cases("running", selected(request, TOGETHER), tmp_path_factory.mktemp("together"))
+SHORT = {"enter_timeout_seconds": 30, **QUIET}
 
 
-@pytest.mark.sample("one_signal", "by_a_metric")
-@pytest.mark.parametrize("case", TOGETHER)
-def test_two_ranks(together, case):
-    """A flag that one rank reads, and ranks that leave alone."""
-    assert together[case] == ""
+@on_ranks(2)
+def test_a_signal_to_one_rank_ends_all_at_the_same_step(tmp_path):
+    """Rank 1 alone gets a signal; both save the same step and exit with its code."""
+    run = prepared()
+    with CheckpointSaver(run.accelerator, tmp_path, every=Every(), **SHORT) as saver:
+        with pytest.raises(SystemExit) as end:
+            endless(run, saver)
+        assert end.value.code == 143
+    saved = [path.name for path in tmp_path.glob("checkpoint-*")]
+    assert saved == [f"checkpoint-{saver.progress.step}"], saved
+    assert saver.progress.step >= 4
+
+
+def endless(run, saver):
+    for step in range(100000):
+        learn(run, torch.ones(2, 3))
+        if step == 3 and RANK == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        saver.step()
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_the_clock_of_rank_0_decides(tmp_path):
+    """The ranks' clocks differ: rank 0's decides."""
+    run = prepared()
+    minutes = 0.02 if RANK == 0 else 100.0
+    with CheckpointSaver(run.accelerator, tmp_path, every=Every(minutes=minutes, signals=()), **SHORT) as saver:
+        begun = time.monotonic()
+        while time.monotonic() - begun < 6 and not any(tmp_path.glob("checkpoint-*")):
+            learn(run, torch.ones(2, 3))
+            saver.step()
+    assert any(tmp_path.glob("checkpoint-*"))
+
+
+@on_ranks(2)
+def test_the_metric_of_rank_0_decides(tmp_path):
+    """The ranks' losses differ: rank 0's decides."""
+    run = prepared()
+    with CheckpointSaver(run.accelerator, tmp_path, every=Every(best=("loss", "min"), signals=()), **SHORT) as saver:
+        reports = [saver.step({"loss": value * (1 - 2 * RANK)}) for value in (3.0, 2.0, 4.0, 1.0)]
+    assert [report is not None for report in reports] == [True, True, False, True], reports
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_failure_of_one_rank_is_raised_on_all(tmp_path):
+    """A failure on one rank alone is raised on all, and names that rank."""
+    run = prepared()
+    saver = CheckpointSaver(run.accelerator, tmp_path, **SHORT)
+    saver.save_state()
+    other = network() if RANK == 0 else torch.nn.Linear(2, 2)
+    fresh = CheckpointSaver(None, tmp_path, **SHORT)
+    with pytest.raises(LoadError, match="weights: failed: on rank 1"):
+        fresh.resume(model=other, allow=["optimizer", "scheduler", "data"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2_accelerate"])
+@on_ranks(2, alone=True)  # Accelerate stays with FSDP
+def test_batches_of_an_unfinished_step(tmp_path, wrapper):
+    """Saved after each batch of an accumulated step and resumed, the next losses are equal to the bit."""
+    live = accumulating(wrapper, 0)
+    expected = []
+    with CheckpointSaver(live.accelerator, tmp_path, **SHORT) as saver:
+        for number in range(10):
+            expected.append(micro_step(live, number))
+            saver.step()
+            if number in (3, 4, 5, 6):
+                saver.save_state(path=tmp_path / f"after-{number}")
+    for number in (3, 4, 5, 6):
+        fresh = accumulating(wrapper, 1)
+        with CheckpointSaver(fresh.accelerator, tmp_path, **SHORT) as saver:
+            report = saver.resume(f"after-{number}").report
+            assert any(item.name == "gradients" for item in report.items) == (number != 3), report
+            found = [micro_step(fresh, later) for later in range(number + 1, 10)]
+            assert found == expected[number + 1 :], (number, found, expected)
+
+
+def accumulating(wrapper, seed):
+    live = WRAPPERS[wrapper](models.build("llama", seed))
+    live.accelerator.gradient_accumulation_steps = 4
+    live.accelerator.step = 0
+    live.accelerator.gradient_state._set_sync_gradients(True)
+    return live
+
+
+def micro_step(live, number):
+    with live.accelerator.accumulate(live.model):
+        return live.step(models.batch(seed=31 * number + RANK))
 
 
 def folders(run):

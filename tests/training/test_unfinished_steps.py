@@ -1,26 +1,53 @@
 """Steps that several batches make: counted once, and their gradients kept, whoever accumulates them."""
 
+import models
 import pytest
 import torch
 from accelerate import Accelerator
-from launch import run_cases, selected
+from on_ranks import RANK, on_ranks
 from torch import nn
+from wrappers import WRAPPERS
 
 from ft_ckpt import CheckpointSaver
 
 QUIET = {"on_difference": "ignore"}
-TOGETHER = ["by_hand_ddp", "by_hand_fsdp2", "by_hand_fsdp2_unsynced"]
 
 
-@pytest.fixture(scope="module")
-def together(request, tmp_path_factory):
-    return run_cases("running", selected(request, TOGETHER), tmp_path_factory.mktemp("together"))
+@pytest.mark.sample("fsdp2-False")
+@pytest.mark.parametrize(("wrapper", "unsynced"), [("ddp", False), ("fsdp2", False), ("fsdp2", True)])
+@on_ranks(2)
+def test_two_ranks(tmp_path, wrapper, unsynced):
+    """Without Accelerate: three batches make a step, and gradients of an unfinished one are kept."""
 
+    def batch(live, number):
+        if unsynced:
+            live.model.set_requires_gradient_sync(number % 3 == 2)
+        loss = live.model(**models.batch(seed=31 * number + RANK)).loss
+        loss.backward()
+        if number % 3 == 2:
+            live.optimizer.step()
+            live.optimizer.zero_grad()
+        return float(loss.detach())
 
-@pytest.mark.sample("by_hand_fsdp2")
-@pytest.mark.parametrize("case", TOGETHER)
-def test_two_ranks(together, case):
-    assert together[case] == ""
+    def made(seed):
+        live = WRAPPERS[wrapper](models.build("llama", seed))
+        saver = CheckpointSaver(None, tmp_path, enter_timeout_seconds=30, **QUIET)
+        saver.register(model=live.model, optimizer=live.optimizer)
+        return live, saver
+
+    live, saver = made(0)
+    expected = []
+    for number in range(9):
+        expected.append(batch(live, number))
+        saver.step()
+        if number in (3, 4, 5):
+            saver.save_state(path=tmp_path / f"after-{number}")
+    assert saver.progress.step == 3, saver.progress
+    for number in (3, 4, 5):
+        fresh, saver = made(1)
+        report = saver.resume(f"after-{number}").report
+        assert any(item.name == "gradients" for item in report.items) == (number != 5), report
+        assert [batch(fresh, later) for later in range(number + 1, 9)] == expected[number + 1 :], number
 
 
 class Script:

@@ -1,22 +1,18 @@
 """Background saves on several ranks: the same files as a save at that moment, and errors raised on all ranks."""
 
+import importlib.util
 import json
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
-import harness  # first: it arms the stack dump
 import models
 import pytest
 import torch
 import torch.distributed as dist
 import zero_engines
 from faulty_stores import unseen_files
+from on_ranks import RANK, WORLD, on_ranks
 from wrappers import WRAPPERS, Live
 
 from ft_ckpt import CheckpointSaver, verify
@@ -32,36 +28,36 @@ SHORT = {"enter_timeout_seconds": 60, "on_difference": "ignore", "io_threads": 2
 class Engine(Live):
     """DeepSpeed's own engine, without Accelerate."""
 
-    def step(self, batch: dict[str, torch.Tensor]) -> float:
+    def step(self, batch):
         loss = self.model(batch["input_ids"] % 13)
         self.model.backward(loss)
         self.model.step()
         return float(loss.detach())
 
 
-def engine(case: str) -> Engine:
+def engine(case):
     made = zero_engines.engine(case)
     return Engine(made, made.optimizer)
 
 
-def begun(wrapper: str, folder: Path, **settings: Any) -> tuple[Live, CheckpointSaver]:
+def begun(wrapper, folder, **settings):
     torch.compiler.set_stance("force_eager")
     live = WRAPPERS[wrapper](models.build("qwen3")) if wrapper in WRAPPERS else engine(wrapper)
-    live.step(models.batch(seed=harness.RANK))
+    live.step(models.batch(seed=RANK))
     saver = CheckpointSaver(live.accelerator, folder, **{**SHORT, **settings})
     saver.register(model=live.model, optimizer=live.optimizer)
     return live, saver
 
 
 @contextmanager
-def as_late_as_can_be(moved: threading.Event) -> Iterator[dict[bool, int]]:
+def as_late_as_can_be(moved):
     """Delay copies in threads until a step waits for them, which sets `moved`: a step that does not wait comes first.
 
     Yields the bytes of floating-point tensors that are copied (True: in a thread).
     """
     copy, hold, copied = background._copy_by_device, Snapshot._wait_for_copies, {True: 0, False: 0}
 
-    def late(room: Any, live: Any, ready: Any) -> Any:
+    def late(room, live, ready):
         in_thread = threading.current_thread() is not threading.main_thread()
         copied[in_thread] += sum(tensor.nbytes for tensor in live.values() if tensor.is_floating_point())
         if in_thread:
@@ -69,7 +65,7 @@ def as_late_as_can_be(moved: threading.Event) -> Iterator[dict[bool, int]]:
             time.sleep(0.2)
         return copy(room, live, ready)
 
-    def asked(*given: Any) -> None:
+    def asked(*given):
         moved.set()
         hold(*given)
 
@@ -80,7 +76,7 @@ def as_late_as_can_be(moved: threading.Event) -> Iterator[dict[bool, int]]:
         background._copy_by_device, Snapshot._wait_for_copies = copy, hold
 
 
-def same_moment(wrapper: str, folder: Path) -> None:
+def same_moment(folder, wrapper):
     """A save during two more steps has the values before them, and the steps wait for it."""
     moved = threading.Event()
     with as_late_as_can_be(moved) as copied:
@@ -91,7 +87,7 @@ def same_moment(wrapper: str, folder: Path) -> None:
                 moved.clear()
                 handle = saver.save_state(path=folder / f"later-{number}", adapter_only=False)
                 for seed in (5, 6):
-                    live.step(models.batch(seed=seed + harness.RANK))
+                    live.step(models.batch(seed=seed + RANK))
                     moved.set()
                     saver.step()
                 assert isinstance(handle, PendingSave)
@@ -102,7 +98,7 @@ def same_moment(wrapper: str, folder: Path) -> None:
     assert len(hooked) == 1
     assert not hooked[0]._optimizer_step_pre_hooks
     dist.barrier()
-    if harness.RANK:
+    if RANK:
         return
     assert copied[True] > copied[False], dict(copied)  # in the foreground only what is frozen
     assert verify(folder / "after").ok
@@ -116,37 +112,37 @@ def same_moment(wrapper: str, folder: Path) -> None:
     assert (folder / "after" / files[0]).read_bytes() != (folder / "now-2" / files[0]).read_bytes()
 
 
-def a_rate(live: Live) -> None:
+def a_rate(live):
     for group in live.optimizer.param_groups:
         group["lr"] = 0.5
 
 
-def a_rate_of_one_rank(live: Live) -> None:
+def a_rate_of_one_rank(live):
     for group in live.optimizer.param_groups:
-        group["lr"] = 0.5 + harness.RANK
+        group["lr"] = 0.5 + RANK
 
 
-def less_state(live: Live) -> None:
+def less_state(live):
     for state in inner_optimizer(live).state.values():
         state.pop("more", None)
 
 
-def less_state_of_one_rank(live: Live) -> None:
-    if harness.RANK:
+def less_state_of_one_rank(live):
+    if RANK:
         less_state(live)
 
 
-def more_state(live: Live) -> None:
+def more_state(live):
     for state in inner_optimizer(live).state.values():
         state["more"] = state["exp_avg"].clone()
 
 
-def more_state_of_one_rank(live: Live) -> None:
-    if harness.RANK:
+def more_state_of_one_rank(live):
+    if RANK:
         more_state(live)
 
 
-def trained_no_more(live: Live) -> None:
+def trained_no_more(live):
     last = [*live.model.parameters()][-1]
     last.requires_grad_(not last.requires_grad)
 
@@ -157,7 +153,7 @@ CHANGES = [
 ]
 
 
-def inner_optimizer(live: Live) -> Any:
+def inner_optimizer(live):
     """The optimizer with the state, inside the wrappers of Accelerate and DeepSpeed."""
     optimizer = live.optimizer
     while hasattr(optimizer, "optimizer"):
@@ -165,7 +161,7 @@ def inner_optimizer(live: Live) -> Any:
     return optimizer
 
 
-def same_after_changes(wrapper: str, folder: Path) -> None:
+def same_after_changes(folder, wrapper):
     """A save in the background writes the bytes of one in the foreground, whatever has changed before it."""
     live, saver = begun(wrapper, folder)
     with saver:
@@ -184,13 +180,13 @@ def same_after_changes(wrapper: str, folder: Path) -> None:
             dist.barrier()
             is_lost = wrapper != "ddp" and change in (more_state_of_one_rank, less_state_of_one_rank)
             assert len(errors) == (2 if is_lost else 0), (change, errors)
-            if harness.RANK == 0 and written:
+            if RANK == 0 and written:
                 expected, *others = map(saved_bytes, written)
                 for other in others:
                     assert [name for name in {*expected, *other} if expected.get(name) != other.get(name)] == [], change
 
 
-def saved_bytes(folder: Path) -> dict[str, bytes]:
+def saved_bytes(folder):
     """Every file of a checkpoint, but its times."""
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     manifest = json.loads(found.pop("ft_ckpt.json"))
@@ -198,22 +194,61 @@ def saved_bytes(folder: Path) -> dict[str, bytes]:
     return found | {"parts": manifest["parts"], "state/training.json": training[: training.index(b'"history"')]}
 
 
-@harness.named
-def muon(folder: Path) -> None:
+WRAPPED = ("ddp", "fsdp2", "fsdp1", "fsdp1_flat")
+ENGINES = ("zero1", "zero2", "zero1_bf16_gradients32", "zero2_bf16_offload", "zero3", "zero3_bf16_subgroups_persistent")
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
+
+
+def under_zero(test):
+    """Run a test on two ranks of DeepSpeed."""
+    return needs_deepspeed(on_ranks(2, env={"DS_ACCELERATOR": "cpu"}, timeout=280)(test))
+
+
+@pytest.mark.sample("ddp", "fsdp2")
+@pytest.mark.parametrize("wrapper", WRAPPED)
+@on_ranks(2)
+def test_the_moment_of_the_call_is_saved(tmp_path, wrapper):
+    same_moment(tmp_path, wrapper)
+
+
+@pytest.mark.sample("zero2")
+@pytest.mark.parametrize("engine", ENGINES)
+@under_zero
+def test_the_moment_of_the_call_is_saved_under_zero(tmp_path, engine):
+    same_moment(tmp_path, engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", WRAPPED)
+@on_ranks(2)
+def test_the_same_bytes_whatever_has_changed(tmp_path, wrapper):
+    same_after_changes(tmp_path, wrapper)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+@under_zero
+def test_the_same_bytes_whatever_has_changed_under_zero(tmp_path, engine):
+    same_after_changes(tmp_path, engine)
+
+
+@pytest.mark.slow
+@under_zero
+def test_muon_is_copied_at_once(tmp_path):
     """Muon updates its momentum before ZeRO's inner optimizer steps, where no hook waits: all is copied at once."""
     moved = threading.Event()
     moved.set()
     with as_late_as_can_be(moved) as copied:
-        live, saver = begun("zero1", folder)
+        live, saver = begun("zero1", tmp_path)
         for group in live.optimizer.optimizer.optimizer.param_groups:
             group["use_muon"] = False
         with saver:
-            assert isinstance(saver.save_state(path=folder / "saved", adapter_only=False), PendingSave)
+            assert isinstance(saver.save_state(path=tmp_path / "saved", adapter_only=False), PendingSave)
             assert not saver._pending.snapshot._hooks
     assert copied[False] > copied[True] == 0
 
 
-def done_at_once(saver: CheckpointSaver, live: Live, path: Path, **settings: Any) -> None:
+def done_at_once(saver, live, path, **settings):
     """A save that cannot run beside training returns a PendingSave that is done."""
     handle = saver.save(live.model, path, **settings)
     assert isinstance(handle, PendingSave)
@@ -222,37 +257,39 @@ def done_at_once(saver: CheckpointSaver, live: Live, path: Path, **settings: Any
     assert handle.result().path == handle.path == path
 
 
-@harness.named
-def gathered(folder: Path) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_gathered_tensors_are_gathered_before_save_returns(tmp_path):
     """Tensors that must be gathered on rank 0 are gathered before save() returns."""
-    live, saver = begun("fsdp2", folder, each_rank_writes="off")
+    live, saver = begun("fsdp2", tmp_path, each_rank_writes="off")
     with saver:
-        done_at_once(saver, live, folder / "saved")
-        done_at_once(saver, live, folder / "h5", format="h5")
-        live.step(models.batch(seed=harness.RANK))
+        done_at_once(saver, live, tmp_path / "saved")
+        done_at_once(saver, live, tmp_path / "h5", format="h5")
+        live.step(models.batch(seed=RANK))
         saver.step()
-    assert verify(folder / "saved").ok
+    assert verify(tmp_path / "saved").ok
 
 
-@harness.named
-def not_shared(folder: Path) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_one_rank_does_not_see_the_files(tmp_path):
     """Rank 1 does not see rank 0's files."""
-    live, saver = begun("fsdp2", folder)
-    with saver, unseen_files(write._PROBE) if harness.RANK else nullcontext():
-        done_at_once(saver, live, folder / "saved")
-    assert verify(folder / "saved").ok
+    live, saver = begun("fsdp2", tmp_path)
+    with saver, unseen_files(write._PROBE) if RANK else nullcontext():
+        done_at_once(saver, live, tmp_path / "saved")
+    assert verify(tmp_path / "saved").ok
     dist.barrier()
-    assert [path.name for path in folder.iterdir()] == ["saved"]
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
-@harness.named
-def few_meetings(folder: Path) -> None:
+@on_ranks(2)
+def test_ranks_synchronise_at_few_points(tmp_path):
     """Once all ranks are known to see the folder, they synchronise only at capture, plan, write and commit."""
-    live, saver = begun("fsdp2", folder, each_rank_writes="on")
-    met: list[str] = []
+    live, saver = begun("fsdp2", tmp_path, each_rank_writes="on")
+    met = []
     real = Ranks.agree
 
-    def counted(ranks: Ranks, what: str, *rest: Any, **named: Any) -> list[dict[str, Any]]:
+    def counted(ranks, what, *rest, **named):
         met.append(what)
         return real(ranks, what, *rest, **named)
 
@@ -262,7 +299,7 @@ def few_meetings(folder: Path) -> None:
             saver.save_state(adapter_only=False)
             saver.wait()
             for background in (True, False):
-                live.step(models.batch(seed=harness.RANK))
+                live.step(models.batch(seed=RANK))
                 saver.step()
                 met.clear()
                 saver.save_state(adapter_only=False, background=background)
@@ -274,12 +311,12 @@ def few_meetings(folder: Path) -> None:
         Ranks.agree = real
 
 
-def broken() -> Any:
+def broken():
     """Rank 1 cannot write."""
     real = LocalWriting.write
 
-    def full(file: LocalWriting, offset: int, memory: memoryview) -> None:
-        if harness.RANK == 1:
+    def full(file, offset, memory):
+        if RANK == 1:
             raise NoSpaceError(f"{file.path}: no space")
         real(file, offset, memory)
 
@@ -287,53 +324,41 @@ def broken() -> Any:
     return real
 
 
-@harness.named
-def one_rank_fails(folder: Path) -> None:
-    live, saver = begun("fsdp2", folder)
+@pytest.mark.slow
+@on_ranks(2)
+def test_one_rank_cannot_write(tmp_path):
+    live, saver = begun("fsdp2", tmp_path)
     real = broken()
     try:
-        handle = saver.save(live.model, folder / "saved")
+        handle = saver.save(live.model, tmp_path / "saved")
         with pytest.raises(CheckpointError):
             handle.result(50)
     finally:
         LocalWriting.write = real
-    with pytest.raises(NoSpaceError if harness.RANK else CheckpointError, match="no space"):
-        saver.save(live.model, folder / "saved")
+    with pytest.raises(NoSpaceError if RANK else CheckpointError, match="no space"):
+        saver.save(live.model, tmp_path / "saved")
     dist.barrier()
-    assert not any(folder.iterdir()), list(folder.iterdir())
-    saver.save(live.model, folder / "saved")
+    assert not any(tmp_path.iterdir()), list(tmp_path.iterdir())
+    saver.save(live.model, tmp_path / "saved")
     saver.close()
-    assert verify(folder / "saved").ok
+    assert verify(tmp_path / "saved").ok
 
 
-@harness.named
-def told_at_the_next_step(folder: Path) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_all_ranks_are_told_at_the_same_step(tmp_path):
     """All ranks raise at the same step, though they learn of the error at different times."""
-    live, saver = begun("fsdp2", folder)
+    live, saver = begun("fsdp2", tmp_path)
     real = broken()
     try:
-        saver.save(live.model, folder / "saved")
+        saver.save(live.model, tmp_path / "saved")
         with pytest.raises(CheckpointError, match="no space"):  # noqa: PT012 - one of the steps
             for _ in range(5000):
-                time.sleep(0.001 * (1 + harness.RANK))
+                time.sleep(0.001 * (1 + RANK))
                 saver.step()
     finally:
         LocalWriting.write = real
-    told: list[Any] = [None] * harness.WORLD
+    told = [None] * WORLD
     dist.all_gather_object(told, saver.progress.step)
     assert len(set(told)) == 1, told
     saver.close()
-
-
-def case(name: str, folder: Path) -> None:
-    wrapper, _, what = name.partition("/")
-    if name in harness.NAMED:
-        harness.NAMED[name](folder)
-    else:
-        (same_after_changes if what == "changes" else same_moment)(wrapper, folder)
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    sys.setswitchinterval(0.001)
-    harness.run(case)
