@@ -91,6 +91,11 @@ def other_shape(checkpoint):
     (checkpoint / SHARD).write_bytes((checkpoint / SHARD).read_bytes().replace(b"[2, 3]", b"[3, 2]"))
 
 
+def appended_to(checkpoint):
+    with (checkpoint / SHARD).open("ab") as shard:
+        shard.write(b"more")
+
+
 def broken_header(checkpoint):
     content = (checkpoint / SHARD).read_bytes()
     (checkpoint / SHARD).write_bytes(b"\xff" * 8 + content[8:])
@@ -105,6 +110,7 @@ def stale_index(checkpoint):
     ("spoil", "problem"),
     [
         (cut_short, f"{SHARD}: truncated: 100 bytes, but the manifest lists 215"),
+        (appended_to, f"{SHARD}: overwritten: 219 bytes, but the manifest lists 215"),
         (drop_a_shard, f"{SHARD}: missing"),
         (swap_for_a_folder, f"{SHARD}: not a file"),
         (stale_weights, "model.safetensors: not of this checkpoint"),
@@ -135,6 +141,18 @@ def test_bit_rot_is_found_by_the_digest(checkpoint, deep):
     flip_a_bit(checkpoint)
     (problem,) = verify(checkpoint, deep=deep).problems
     assert problem.startswith(f"{SHARD}: digest xxh3-128:")
+
+
+def test_the_parts_of_two_ranks_have_the_digest_of_every_version(checkpoint):
+    """Checkpoints of earlier versions have it: rank 0 wrote bytes 0 to 4, 8 and 9, rank 1 those between."""
+    digest = "xxh3-128-of-ranks:c6051f2760fa519f2535a816b35b461f"
+    cut = {"start": 2, "stop": 8, "chunk": 3, "lead": 3, "owner": 0}
+    record = {"path": "bytes", "size_bytes": 10, "digest": digest, "cuts": [list(cut.values())], "ranks": 2}
+    rewrite_manifest(checkpoint, lambda manifest: manifest["files"].append(record))
+    (checkpoint / "bytes").write_bytes(bytes(range(10)))
+    assert verify(checkpoint).problems == ()
+    (checkpoint / "bytes").write_bytes(bytes([5, 6, 7, 8, 9, 0, 1, 2, 3, 4]))
+    assert [problem.partition(":")[0] for problem in verify(checkpoint).problems] == ["bytes"]
 
 
 def test_large_files_are_hashed_when_it_is_asked_for(checkpoint, monkeypatch):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -179,6 +180,40 @@ def test_killed_and_its_recovery_stopped(tmp_path, outcomes, case, every):
     assert len(seen) > every
 
 
+def overwrite_killed_at_its_manifest(target):
+    """Pour a new checkpoint over the one in `target`, and die when all of it is in place but its manifest."""
+    manifests, real = [], local_disk.move
+
+    def move(name, *args, **more):
+        if name == MANIFEST_NAME:
+            manifests.append(name)
+            if len(manifests) == 2:  # the first is the old one, on its way to the sideline
+                os.kill(os.getpid(), signal.SIGKILL)
+        real(name, *args, **more)
+
+    local_disk.move = move
+    overwrite_from_inside(target)
+
+
+def test_a_recovery_that_is_stopped_anywhere_shows_nothing_torn(tmp_path):
+    """The files of the old checkpoint come back before its manifest, which readers trust."""
+    crashed = tmp_path / "crashed" / "checkpoint"
+    save(crashed, step=1, shards=3)
+    in_child(lambda: overwrite_killed_at_its_manifest(crashed))
+    assert not (crashed / MANIFEST_NAME).exists()
+
+    def trial(world):
+        target = tmp_path / world.name / "checkpoint"
+        shutil.copytree(crashed.parent, target.parent)
+        world.run(recover_target, target)
+        assert not (target / MANIFEST_NAME).exists() or verify(target).ok
+        recover_target(target)
+        assert verify(target).ok
+        assert read_manifest(target).step == 1
+
+    assert try_worlds(trial, Disk("Ctrl-C")).calls >= 10
+
+
 def failing_after(patch, name, error, *, nth=1, only=lambda *args: True):
     """Let the `nth` call of `disk`'s function `name` fail; the list of calls that were failed."""
     real, calls, failed = getattr(local_disk, name), [], []
@@ -344,6 +379,16 @@ def test_an_overwritten_folder_keeps_its_mode(tmp_path):
     (tmp_path / "checkpoint").chmod(0o2770)
     save(tmp_path / "checkpoint", step=2)
     assert local_disk.permission_bits(tmp_path / "checkpoint") == 0o2770
+
+
+def test_nobody_else_enters_an_unfinished_save(tmp_path):
+    umask = os.umask(0)
+    try:
+        stage = open_stage(tmp_path / "checkpoint")
+    finally:
+        os.umask(umask)
+    assert stage.stat().st_mode & 0o777 == 0o700
+    discard_stage(stage)
 
 
 def test_what_was_for_the_owner_alone_stays_so(tmp_path):

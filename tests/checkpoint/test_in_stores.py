@@ -233,6 +233,7 @@ def test_a_save_that_was_killed_is_taken_over(local, s3):
     stranger = open_object_staging(run, "checkpoint-1", run_id="b")
     manifest = fill(stranger, local)
     for zombie in (killed, resumed):
+        zombie.mark.renew()  # as its thread does when it wakes up
         with pytest.raises(TargetError, match=r"taken over by process .*nothing was committed"):
             zombie.commit(manifest)
         zombie.discard()

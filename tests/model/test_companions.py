@@ -346,6 +346,13 @@ def tokenizer_beyond(*tokens: str) -> object:
     return tokenizer
 
 
+def test_a_special_token_behind_the_last_row_is_refused() -> None:
+    tokenizer = tokenizer_beyond("<|end|>")
+    tokenizer.eos_token = "<|end|>"
+    with pytest.raises(CompanionError, match="the eos_token has id 101, the model has 101 embedding rows"):
+        check_tokenizer(models.llama(), tokenizer)
+
+
 def test_a_token_of_the_chat_template_needs_a_row() -> None:
     tokenizer = tokenizer_beyond("<|tool|>", "<|image|>")
     tokenizer.chat_template = models.CHAT_TEMPLATE + "<|tool|>"

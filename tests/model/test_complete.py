@@ -94,6 +94,14 @@ def test_dtype_policy(dtype, tmp_path):
     assert dict(report.casts) == ({"float32->bfloat16": report.tensors} if expected is torch.bfloat16 else {})
 
 
+def test_a_tensor_that_is_cast_piece_by_piece_is_whole(tmp_path):
+    module = nn.Linear(2050, 2050)  # more elements than are cast at a time
+    CheckpointSaver(dtype="bfloat16").save(module, tmp_path)
+    found = stored(tmp_path)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(found[name], tensor.bfloat16()), name
+
+
 def test_nonfinite_weights_are_refused_when_asked(tmp_path):
     model = models.build("qwen3")
     model.model.norm.weight.data[3] = float("nan")

@@ -237,7 +237,7 @@ def test_scripts_can_be_run_or_say_what_they_are():
 
 
 @pytest.mark.parametrize(
-    "script", ["scripts/environment", "scripts/test", "scripts/demo", "scripts/release", ".ci/run"]
+    "script", ["scripts/environment", "scripts/test", "scripts/planted", "scripts/demo", "scripts/release", ".ci/run"]
 )
 def test_shell_scripts_parse(script):
     assert os.access(ROOT / script, os.X_OK)

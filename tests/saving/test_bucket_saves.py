@@ -11,6 +11,7 @@ from ft_ckpt import CheckpointSaver, load_model
 from ft_ckpt.checkpoint import staging
 from ft_ckpt.checkpoint.catalog import load_manifest
 from ft_ckpt.checkpoint.checks import checkpoint_problems
+from ft_ckpt.checkpoint.guards import pin, unpin
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import NameTakenError, NoSpaceError
 from ft_ckpt.storage.local_store import LocalStore
@@ -107,6 +108,10 @@ def test_a_checkpoint_is_replaced_only_if_asked_for(bucket):
         save_into(bucket, second)
     there = bucket.within("checkpoint-1")
     assert torch.equal(load_model(Place(there)).lm_head.weight, first.lm_head.weight)
+    pin(Place(there))
+    with pytest.raises(NameTakenError, match="checkpoint-1: the checkpoint is pinned"):
+        save_into(bucket, second, overwrite=True)
+    assert unpin(Place(there))
     save_into(bucket, second, overwrite=True)
     assert torch.equal(load_model(Place(there)).lm_head.weight, second.lm_head.weight)
     assert list(checkpoint_problems(there, load_manifest(there), deep=True)) == []

@@ -178,6 +178,12 @@ def test_the_end_of_an_upload_whose_answer_is_lost_is_an_error(s3, store, fault)
     assert s3.content("run/large") == b"large"
 
 
+def test_what_another_process_put_there_is_not_taken_for_the_upload(s3, store):
+    s3.faults = [Fault("POST .*uploadId", then=lambda: s3.put("run/large", b"other"))]
+    with pytest.raises(CorruptError, match="run/large: differs from what was uploaded"):
+        put(store, "large", b"large")
+
+
 @pytest.mark.sample("500")
 @pytest.mark.parametrize("status", [500, 403])
 def test_an_upload_that_fails_is_taken_back(s3, store, status):

@@ -291,6 +291,18 @@ def test_savers_of_one_process_share_the_lease(tmp_path):
         assert mark(tmp_path)["pid"] == os.getpid()
 
 
+def test_a_process_that_wakes_up_looks_at_the_lease_before_it_commits(tmp_path, monkeypatch):
+    """Its next renewal, which would find the mark of the process that has taken over, may come too late."""
+    saver = trainer(tmp_path)
+    stepped(saver)
+    put_mark(open_place(tmp_path).folder, RUN_LEASE, token="another")
+    later = locks.steady_seconds() + 100
+    monkeypatch.setattr(locks, "steady_seconds", lambda: later)
+    with pytest.raises(LeaseTakenError, match="taken over by process"):
+        stepped(saver)
+    assert [info.manifest.step for info in discover(tmp_path)] == [1]
+
+
 def test_a_saver_that_is_dropped_leaves_the_folder(tmp_path, short):
     stepped(trainer(tmp_path))
     assert has_mark(tmp_path)
