@@ -237,6 +237,7 @@ _PLAIN = {
 }  # fmt: skip
 DTYPES = (*_PLAIN, *STORED)  # all that can be stored
 _LEAF: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
+_LEAF_TEXT = json.dumps(_LEAF)
 _TORCH_TREES = {
     "dict": "builtins.dict", "odict": "collections.OrderedDict", "list": "builtins.list", "tuple": "builtins.tuple",
     "set": "builtins.set", "deque": "collections.deque",
@@ -355,6 +356,20 @@ def _text_key(node: Node) -> str:
     return f"({', '.join(parts)})"
 
 
+@dataclass(frozen=True)
+class _LeafKind:
+    """What tensors of one dtype and shape have in common."""
+
+    type: str  # in the file
+    metadata: dict[str, Any]
+    metadata_text: str  # as JSON
+    attributes: Mapping[str, Attribute]  # of the dataset
+
+
+def _leaf_kind(stored: str, metadata: dict[str, Any], shape: tuple[int, ...]) -> _LeafKind:
+    return _LeafKind(stored, metadata, json.dumps(metadata), _as_attributes(metadata, shape))
+
+
 @dataclass
 class _LeafDescriber:
     """Makes the metadata and the dataset of each leaf."""
@@ -364,23 +379,37 @@ class _LeafDescriber:
     native_floats: bool
     datasets: dict[int, Dataset] = field(default_factory=dict)
     objects: dict[str, Dataset] = field(default_factory=dict)
+    kinds: dict[tuple[str, tuple[int, ...]], _LeafKind] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.names = [""] * len(self.leaves)
 
-    def describe_leaf(self, name: str, node: Node) -> dict[str, Any]:
-        """The metadata of one leaf."""
+    def describe_leaf(self, name: str, node: Node) -> str:
+        """The metadata of one leaf, as JSON."""
         if node.kind == "value":
-            return self._describe_value(name, node.value)
+            return json.dumps(self._describe_value(name, node.value))
         index = _leaf_index(node)
         if index in self.datasets:
-            return {"__TYPE__": "LinkedObject", "key": self.names[index], "__LINKED__": True, "__NONE__": True}
+            link = {"__TYPE__": "LinkedObject", "key": self.names[index], "__LINKED__": True, "__NONE__": True}
+            return json.dumps(link)
         self.names[index] = name
         spec = self.leaves[index]
-        known = self._describe_array(spec, node) if index in self.arrays else self._describe_tensor(spec)
-        kind = stored_type(spec.dtype, self.native_floats)
-        self.datasets[index] = Dataset(_leaf_path(name), kind, spec.shape, _as_attributes(known, spec.shape))
-        return known | _path_metadata(name)
+        kind = self._kind_of(spec, node, index in self.arrays)
+        path = _leaf_path(name)
+        self.datasets[index] = Dataset(path, kind.type, spec.shape, kind.attributes)
+        if len(path) == 1:
+            return kind.metadata_text
+        return json.dumps(kind.metadata | _path_metadata(name))
+
+    def _kind_of(self, spec: Spec, node: Node, is_array: bool) -> _LeafKind:
+        """What a leaf has in common with others; tensors of one dtype and shape share one record."""
+        stored = stored_type(spec.dtype, self.native_floats)
+        if is_array:
+            return _leaf_kind(stored, self._describe_array(node), spec.shape)
+        key = (spec.dtype, spec.shape)
+        if key not in self.kinds:
+            self.kinds[key] = _leaf_kind(stored, self._describe_tensor(spec), spec.shape)
+        return self.kinds[key]
 
     def _describe_tensor(self, spec: Spec) -> dict[str, Any]:
         native = NATIVE.get(spec.dtype) if self.native_floats else None
@@ -396,7 +425,7 @@ class _LeafDescriber:
         }
         return known if label == spec.dtype else known | {"ft_dtype": spec.dtype}
 
-    def _describe_array(self, spec: Spec, node: Node) -> dict[str, Any]:
+    def _describe_array(self, node: Node) -> dict[str, Any]:
         known = {"__TYPE__": "NumpyArraySerializer", "__NUMPY__": True, "is_bfloat16": False, "compressed": False}
         return known if node.kind == "blob" else known | {"ft_array": json.dumps(node.value[1:])}
 
@@ -453,10 +482,13 @@ def _as_attributes(known: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str
     return attributes
 
 
-def _wrap_metadata(name: str, known: Mapping[str, Any]) -> str:
-    tree = {"type": "builtins.dict", "context": json.dumps([name]), "children_spec": [_LEAF]}
-    return json.dumps({
-        "__spec__": [None, json.dumps([1, tree])],
-        "__objects__": [name],
-        f"{name}.__metadata__": known,
-    })  # fmt: skip
+def _wrap_metadata(name: str, metadata_text: str) -> str:
+    """The JSON text of a leaf's attribute of the root: its metadata, and the tree of a dict with this leaf alone.
+
+    Strings of JSON are put together, because to encode a dict for each leaf takes five times as long.
+    """
+    key = json.dumps(name)
+    metadata_key = json.dumps(f"{name}.__metadata__")
+    context = json.dumps(f"[{key}]")
+    tree = json.dumps(f'[1, {{"type": "builtins.dict", "context": {context}, "children_spec": [{_LEAF_TEXT}]}}]')
+    return f'{{"__spec__": [null, {tree}], "__objects__": [{key}], {metadata_key}: {metadata_text}}}'
