@@ -20,7 +20,7 @@ from typing import Any
 import extensions
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from launch import share_nursery
 from on_ranks import launches_of
 from places import HELPERS
@@ -33,7 +33,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 SEED = os.environ.setdefault("FT_CKPT_SEED", "0")
-settings.register_profile("seeded", derandomize=SEED == "0", max_examples=examples(100))
+settings.register_profile(
+    "seeded",
+    derandomize=SEED == "0",
+    max_examples=examples(100),
+    suppress_health_check=[HealthCheck.too_slow],  # it measures seconds, which a busy machine has not
+)
 settings.load_profile("seeded")
 extensions.settle_folder()
 

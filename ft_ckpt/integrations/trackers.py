@@ -12,7 +12,7 @@ from ft_ckpt.checkpoint.catalog import best, load_manifest
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.saving.execute import SaveReport
+from ft_ckpt.saving.report import SaveReport
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.proofs import prove_sources
 from ft_ckpt.storage.scratch import local_folder

@@ -1,4 +1,4 @@
-"""Background saves: their snapshot, the thread that writes it, and their errors.
+"""Background saves: the thread that writes a snapshot, and its errors.
 
 The call plans the save, agrees on it with all ranks and begins to copy the tensors. A thread carries out `run_save`
 from the copies, with a channel of its own for agreements. The thread moves no tensors between ranks: each rank writes
@@ -9,13 +9,12 @@ import atexit
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from itertools import count
 from pathlib import Path
-from threading import Event
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -23,32 +22,32 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.config import SaverConfig, parse_size
-from ft_ckpt.devices import Moment, copy_to_host, is_accelerator, pinned_memory, record_moment
-from ft_ckpt.distributed.gather import gather_tensors, moves_to
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
-from ft_ckpt.distributed.sharding import ReplicatedSharding
-from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.wrappers import optimizer_parameter
-from ft_ckpt.formats.registry import format_named
 from ft_ckpt.messages import warn
 from ft_ckpt.model.conversion import load_conversion_table
-from ft_ckpt.model.entries import Entry, Group
-from ft_ckpt.saving import files
-from ft_ckpt.saving.execute import SaveReport, agree_on_plan, run_save
+from ft_ckpt.saving.agree import agree_on_plan
+from ft_ckpt.saving.execute import PreparedSave, run_save
 from ft_ckpt.saving.follow_up import AfterSave, yield_to_training
-from ft_ckpt.saving.plan import SavePlan, SaveRequest, plan_save
-from ft_ckpt.saving.write import SharedFolders, StagedSave
+from ft_ckpt.saving.plan import SaveRequest, plan_save
+from ft_ckpt.saving.report import SaveReport
+from ft_ckpt.saving.shared_folders import SharedFolders
+from ft_ckpt.saving.snapshot import (
+    Snapshot,
+    SnapshotPlan,
+    SnapshotSources,
+    gather_for_writers,
+    ids_changed_by_steps,
+    plan_snapshot,
+)
+from ft_ckpt.saving.stage import StagedSave
+from ft_ckpt.saving.write_plan import plan_writes
 from ft_ckpt.schedule import History, after_commit
-from ft_ckpt.storage.digests import chunk_of_rank
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.training.items import optimizers_among, run_items
 from ft_ckpt.training.run import TrainingRun
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_ALIGNMENT = 64
-_IN_PLACE = ("plain", "fsdp1", "fsdp2", "zero3", "zero")  # engines whose tensors only the optimizer step changes
-Copies = Mapping[int, Tensor]  # by the keys of the live tensors
 
 
 def as_in_training(method: Callable[P, T]) -> Callable[P, T]:
@@ -62,236 +61,6 @@ def as_in_training(method: Callable[P, T]) -> Callable[P, T]:
             return method(*args, **kwargs)
 
     return call_outside
-
-
-class Snapshot:
-    """The host copies of the tensors at one moment; one snapshot at a time."""
-
-    def __init__(self) -> None:
-        self.waited_seconds = 0.0  # of optimizers, for the copies of the current save
-        self._now, self._late = _CopyMemory(), _CopyMemory()
-        self._copied: Copies = {}
-        self._left: Copies = {}
-        self._ready: dict[torch.device, Moment] = {}  # after which the tensors of an accelerator may be read
-        self._done = Event()
-        self._done.set()
-        self._hooks: dict[int, tuple[Any, Any]] = {}  # by id: (optimizer, which keeps the id unique; handle)
-
-    def watch_optimizers(self, optimizers: Iterable[Any]) -> None:
-        """Make the next step of each optimizer wait for the copies."""
-        for optimizer in optimizers:
-            if id(optimizer) not in self._hooks:
-                self._hooks[id(optimizer)] = (optimizer, optimizer.register_step_pre_hook(self._wait_for_copies))
-
-    def begin_copies(self, now: Copies, late: Copies) -> None:
-        """Copy `now`; `finish_copies` copies `late`, and the next step of watched optimizers waits for it."""
-        self._copied = _copy_by_device(self._now, now, {})
-        self._left = late
-        devices = {tensor.device for tensor in late.values()}
-        self._ready = {device: record_moment(device) for device in devices if is_accelerator(device)}
-        self._done.clear()
-
-    def finish_copies(self) -> Copies:
-        """Copy the rest, in any thread, and return all copies by key. Then optimizers may step, even on an error."""
-        try:
-            return {**self._copied, **_copy_by_device(self._late, self._left, self._ready)}
-        finally:
-            self.drop_copies()
-
-    def drop_copies(self) -> None:
-        """Let optimizers step without `finish_copies`."""
-        self._copied, self._left = {}, {}
-        self._done.set()
-
-    def close(self) -> None:
-        """Remove the hooks and free the memory."""
-        for _, handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
-        self._now, self._late = _CopyMemory(), _CopyMemory()
-
-    def _wait_for_copies(self, *_: Any) -> None:
-        if not self._done.is_set():
-            begun = time.monotonic()
-            self._done.wait()
-            self.waited_seconds += time.monotonic() - begun
-
-
-def ids_changed_by_steps(optimizers: Mapping[Any, Iterable[Tensor]]) -> frozenset[int]:
-    """The ids of all tensors that steps change: each optimizer's parameters, state and values in `optimizers`."""
-    owned: set[int] = set()
-    for optimizer, further in optimizers.items():
-        owned.update(map(id, further))
-        owned.update(id(p) for group in optimizer.param_groups for p in group["params"])
-        states = [state for key, state in optimizer.state.items() if isinstance(key, Tensor)]
-        owned.update(id(value) for state in states for value in state.values() if isinstance(value, Tensor))
-    return frozenset(owned)
-
-
-def copies_size(tensors: Iterable[Tensor]) -> int:
-    """Bytes of host memory that copies of `tensors` take."""
-    return sum(_aligned_size(tensor.nbytes) for tensor in tensors)
-
-
-class _CopyMemory:
-    """Reused memory of the size of the largest snapshot; pinned where an accelerator copies into it."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever the script's default device
-        self._shapes: list[Any] = []
-        self._places: list[Tensor] = []
-
-    def places_for(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Memory for a copy of each tensor."""
-        tensors = list(tensors)
-        shapes: list[Any] = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        if shapes == self._shapes:  # as in most saves of a run
-            return self._places
-        needed = copies_size(tensors)
-        if self._memory.numel() < needed:
-            self._memory, self._places = self._memory.new_empty(0), []  # freed first
-            device = next((tensor.device for tensor in tensors if is_accelerator(tensor.device)), None)
-            self._memory = pinned_memory(needed, device) if device else self._memory.new_empty(needed)
-        self._shapes, self._places, at = shapes, [], 0
-        for tensor in tensors:
-            self._places.append(self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            at += _aligned_size(tensor.nbytes)
-        return self._places
-
-
-@torch.no_grad()
-def _copy_by_device(room: _CopyMemory, live: Copies, ready: Mapping[torch.device, Moment]) -> dict[int, Tensor]:
-    copies = dict(zip(live, room.places_for(live.values()), strict=True))
-    by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-    for name, tensor in live.items():
-        by_device.setdefault(tensor.device, []).append((copies[name], tensor))
-    for device, pairs in by_device.items():
-        if is_accelerator(device):
-            copy_to_host(pairs, ready.get(device) or record_moment(device))
-        else:  # one call: between two calls the training thread can hold the GIL for milliseconds
-            torch._foreach_copy_([copy for copy, _ in pairs], [tensor for _, tensor in pairs])
-    return copies
-
-
-def _aligned_size(size: int) -> int:
-    return size + -size % _ALIGNMENT
-
-
-@dataclass(frozen=True)
-class CopyPlan:
-    """The tensors that a background save copies, by key."""
-
-    now: Mapping[int, Tensor]
-    late: Mapping[int, Tensor]  # changed only by the next optimizer step
-    size_bytes: int  # of host memory
-    needs_gather: bool  # tensors must move between ranks while files are written, which a thread cannot do
-    gathers: tuple[tuple[int, tuple[Source, ...]], ...] = ()  # (writing rank, tensors that the call gathers there)
-
-
-def plan_copies(
-    plan: SavePlan, request: SaveRequest, ranks: Ranks, config: SaverConfig, owned: frozenset[int]
-) -> CopyPlan:
-    """The copies that `plan` needs on this rank.
-
-    `owned`: ids of the tensors that only the steps of watched optimizers change.
-    """
-    has_one_writer = ranks.size > 1 and not isinstance(request.target.folder, LocalStore)  # each file
-    gathers: dict[int, tuple[Source, ...]] = {}
-    if has_one_writer:
-        by_writer = _by_writer(plan, ranks, config)
-        gathers = {
-            to: tuple(source for source in sources if _must_move(source, to)) for to, sources in by_writer.items()
-        }
-        written = [source for source in by_writer.get(ranks.rank, ()) if not _must_move(source, ranks.rank)]
-    else:
-        written = [*_written_here(plan, ranks)]
-    local_sources = {source.key: source for source in written}
-    held = {key: local for key, source in local_sources.items() if (local := source.local) is not None}
-    late: set[int] = set()
-    if request.state_dict is None:
-        plain = {key: local_sources[key] for key in held if local_sources[key].engine in _IN_PLACE}
-        late = {key for key, source in plain.items() if id(optimizer_parameter(source.live)) in owned}
-    blocks = request.state_dict is not None if has_one_writer else _needs_gather(plan, request, ranks, config)
-    return CopyPlan(
-        now={key: local for key, local in held.items() if key not in late},
-        late={key: held[key] for key in held if key in late},
-        size_bytes=copies_size(held.values()) + sum(source.size_bytes for source in gathers.get(ranks.rank, ())),
-        needs_gather=blocks,
-        gathers=tuple((to, sources) for to, sources in gathers.items() if sources),
-    )
-
-
-def with_copies(plan: SavePlan, held: Mapping[int, Tensor], copies: CopyPlan) -> SavePlan:
-    """The plan with the copies `held`, by key, instead of live tensors; gathered tensors are whole on their writers."""
-    gathered = {source.key for _, sources in copies.gathers for source in sources}
-    groups: dict[Group, Group] = {}
-
-    def copied(source: Source) -> Source:
-        whole = replace(source, sharding=ReplicatedSharding(source.shape)) if source.key in gathered else source
-        return whole.holding(held.get(source.key))
-
-    def renewed(entry: Entry) -> Entry:
-        group = entry.group
-        if group is not None and group not in groups:
-            groups[group] = replace(group, sources=tuple(map(copied, group.sources)))
-        source = None if entry.source is None else copied(entry.source)
-        return entry._replace(source=source, group=None if group is None else groups[group])
-
-    parts = [replace(one.part, entries=tuple(map(renewed, one.part.entries))) for one in plan.plans]
-    plans = tuple(replace(one, part=part) for one, part in zip(plan.plans, parts, strict=True))
-    ties = tuple((copied(one), copied(other)) for one, other in plan.ties_to_check)
-    return replace(plan, plans=plans, ties_to_check=ties)
-
-
-def _needs_gather(plan: SavePlan, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> bool:
-    """Whether a tensor must move between ranks while files are written."""
-    sources = [source for one in plan.plans for entry in one.part.entries for source in entry.sources]
-    if any(source.sharding.is_opaque for source in sources):
-        return True
-    if ranks.size == 1:
-        return False
-    plain = all(format_named(one.format).is_plain for one in plan.plans) and config.compression is None
-    if not plain or config.each_rank_writes == "off" or config.nonfinite == "raise" or request.state_dict is not None:
-        return True
-    if any(source.sharding.is_sharded for pair in plan.ties_to_check for source in pair):
-        return True
-    return any(
-        entry.group is not None or (entry.source is not None and entry.source.sharding.is_sharded and cuts is None)
-        for share in files.divide_files(plan.plans, ranks.size)
-        for entry, cuts, spec in zip(share.entries, share.cuts, share.file.layout.specs, strict=True)
-        if spec.size_bytes
-    )
-
-
-def _by_writer(plan: SavePlan, ranks: Ranks, config: SaverConfig) -> dict[int, list[Source]]:
-    """The tensors that each rank writes, once each, if each file has one writer; on rank 0 also the ties to check."""
-    planned = [file for one in plan.plans for file in one.files]
-    size = ranks.size if plan.is_spread and config.each_rank_writes != "off" else 1
-    writers = dict(zip((file.path for file in planned), files.assign_writers(planned, size), strict=True))
-    found: dict[int, dict[int, Source]] = {0: {source.key: source for pair in plan.ties_to_check for source in pair}}
-    for one in plan.plans:
-        entries = {entry.name: entry for entry in one.part.entries}
-        for file in one.files:
-            sources = (source for spec in file.layout.specs for source in entries[spec.name].sources)
-            found.setdefault(writers[file.path], {}).update({source.key: source for source in sources})
-    return {to: list(sources.values()) for to, sources in found.items()}
-
-
-def _must_move(source: Source, to: int) -> bool:
-    """Whether the rank `to` lacks a part of the tensor."""
-    return source.sharding.is_opaque or moves_to(source, to)
-
-
-def _written_here(plan: SavePlan, ranks: Ranks) -> Iterator[Source]:
-    """The tensors that this rank writes a part of, and the ties to check."""
-    yield from (source for pair in plan.ties_to_check for source in pair)
-    if ranks.size == 1:
-        yield from (source for one in plan.plans for entry in one.part.entries for source in entry.sources)
-        return
-    for share in files.divide_files(plan.plans, ranks.size):
-        for entry, cuts in zip(share.entries, share.cuts, strict=True):
-            mine = ranks.is_main if cuts is None else any(chunk_of_rank(cut, ranks.rank) for cut in cuts)
-            yield from entry.sources if mine else ()
 
 
 _LAG_SECONDS = 0.001  # lets the caller go on before the worker takes the GIL
@@ -416,27 +185,27 @@ class SaveRunner:
         That is the case if the copies exceed their limit, if tensors must move between ranks while files are written,
         or if not all ranks see the target folder.
         """
-        request, plan, copies = self._agree_on_snapshot(request, error, ranks, config)
+        request, prepared, snapshot = self._agree_on_snapshot(request, error, ranks, config)
         self._steps_in_flight, self.snapshot.waited_seconds = 0, 0.0
-        if copies is None or not self._shared.is_seen_by_all(request.target.beside, ranks):
-            report = then(run_save(request, None, ranks, config, begun, plan, self._shared))
+        if snapshot is None or not self._shared.is_seen_by_all(request.target.beside, ranks):
+            prepared = PreparedSave(prepared.plan)
+            report = then(run_save(request, None, ranks, config, begun, prepared, self._shared))
             done = self._worker.future = Future()
             done.set_result(report)
             return PendingSave(report.path, done)
-        _, error = try_action(lambda: self.snapshot.begin_copies(copies.now, copies.late))
+        _, error = try_action(lambda: self.snapshot.begin_copies(snapshot.now, snapshot.late))
         try:
-            gathered = self._gather_now(copies, ranks, config)
+            gathered = gather_for_writers(snapshot, ranks)
             self._channel = self._channel or f"background-{next(_channels)}"
             ranks = current_ranks(config.enter_timeout_seconds, self._channel)
-            if config.each_rank_writes == "auto":
-                config = replace(config, each_rank_writes="on")
-            if copies.gathers:  # digests of earlier files need the elements of all ranks
+            if snapshot.gathers:  # digests of earlier files need the elements of all ranks
                 config = replace(config, reuse_frozen="off")
 
             def finish() -> SaveReport:
                 copied, copy_error = try_action(self.snapshot.finish_copies)
                 yield_to_training()  # after the copies: the optimizer waits for them
-                from_copies = with_copies(plan, {**(copied or {}), **gathered}, copies)
+                sources = SnapshotSources({**(copied or {}), **gathered}, snapshot.gathered_keys)
+                from_copies = replace(prepared, sources=sources)
                 return then(run_save(request, error or copy_error, ranks, config, begun, from_copies, self._shared))
 
             return PendingSave(request.target.location, self._worker.start_job(finish))
@@ -444,46 +213,44 @@ class SaveRunner:
             self.snapshot.drop_copies()
             raise
 
-    def _gather_now(self, copies: CopyPlan, ranks: Ranks, config: SaverConfig) -> dict[int, Tensor]:
-        """The tensors of files with one writer each: whole, by key, on the rank that writes them. Collective."""
-        gathered: dict[int, Tensor] = {}
-        if copies.gathers:
-
-            def gather_all() -> None:
-                for to, sources in copies.gathers:
-                    named = [replace(source, name=str(source.key)) for source in sources]  # names may be equal
-                    found = gather_tensors(named, ranks, to)
-                    gathered.update({int(key): tensor for key, tensor in found.items()})
-
-            _, error = ranks.attempt(gather_all)
-            ranks.agree("the copies of save()", error=error)
-        return gathered
-
     def _agree_on_snapshot(
         self, request: SaveRequest | None, error: BaseException | None, ranks: Ranks, config: SaverConfig
-    ) -> tuple[SaveRequest, SavePlan, CopyPlan | None]:
-        """The request with the replicas that differ, its plan, and its copies, or None if the save must run now."""
-        plan: SavePlan | None = None
-        copies: CopyPlan | None = None
+    ) -> tuple[SaveRequest, PreparedSave, SnapshotPlan | None]:
+        """The request with the replicas that differ, its plan, and its snapshot, or None if the save must run now."""
+        prepared: PreparedSave | None = None
+        snapshot: SnapshotPlan | None = None
         if request is not None:
-            made, error = try_action(partial(self._plan_snapshot, request, ranks, config))
-            plan, copies = made or (None, None)
-        staged = None if plan is None else StagedSave(plan)
-        limit = config.snapshot_bytes
-        most = math.inf if limit is None else parse_size(limit)
-        fits = copies is not None and not copies.needs_gather and copies.size_bytes <= most
+            planned, error = try_action(partial(self._plan_snapshot, request, ranks, config))
+            prepared, snapshot = planned or (None, None)
+        staged = None if prepared is None else StagedSave(prepared.plan)
+        max_bytes = math.inf if config.snapshot_bytes is None else parse_size(config.snapshot_bytes)
+        fits = snapshot is not None and snapshot.size_bytes <= max_bytes
         agreed = agree_on_plan("save() in the background", request, staged, error, ranks, config, fits=fits)
-        assert plan is not None, "the agreement has raised the error"
+        assert prepared is not None, "the agreement has raised the error"
         if agreed.replicas_differ:
             return self._agree_on_snapshot(agreed.request, None, ranks, config)
-        return agreed.request, plan, copies if agreed.fits else None
+        return agreed.request, prepared, snapshot if agreed.fits else None
 
-    def _plan_snapshot(self, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> tuple[SavePlan, CopyPlan]:
-        """The plan and its copies. The next step of the run's optimizers waits for the copies from here on."""
+    def _plan_snapshot(
+        self, request: SaveRequest, ranks: Ranks, config: SaverConfig
+    ) -> tuple[PreparedSave, SnapshotPlan | None]:
+        """The plan and its snapshot; None if tensors move between ranks while files are written.
+
+        The next step of the run's optimizers waits for the copies from here on.
+        """
         steppers = {} if request.adapter_only else _hooked_optimizers(self._run)
         self.snapshot.watch_optimizers(steppers)
         plan = plan_save(request, ranks, config)
-        return plan, plan_copies(plan, request, ranks, config, ids_changed_by_steps(steppers))
+        if config.each_rank_writes == "auto":  # the thread cannot gather what other ranks hold
+            config = replace(config, each_rank_writes="on")
+        has_state_dict = request.state_dict is not None
+        writes = plan_writes(plan, request.target, config, ranks.size, state_dict=has_state_dict)
+        prepared = PreparedSave(plan, writes)
+        gathers = ranks.size > 1 and not isinstance(request.target.folder, LocalStore)
+        if has_state_dict if gathers else writes.moves_tensors:
+            return prepared, None
+        owned = frozenset[int]() if has_state_dict else ids_changed_by_steps(steppers)
+        return prepared, plan_snapshot(writes, ranks, owned, gathers=gathers)
 
     def wait_for_save(self) -> SaveReport | None:
         """Wait for the save in flight and return its report or raise its error; None when there is none."""

@@ -5,88 +5,66 @@ All ranks agree before a tensor moves and at the commit. The call of a backgroun
 
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
-
-import xxhash
 
 from ft_ckpt.checkpoint.checks import stored_bytes
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.config import SaverConfig, human_size
 from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.engines.follow import PendingPublish
-from ft_ckpt.errors import NoSpaceError, RanksDisagreeError, explained
+from ft_ckpt.errors import NoSpaceError, explained
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.safetensors_file import link_second_names
-from ft_ckpt.messages import LOG, warn
+from ft_ckpt.messages import LOG
 from ft_ckpt.model.objects import compress_file
 from ft_ckpt.model.parts import kind_of
 from ft_ckpt.saving import replicas
+from ft_ckpt.saving.agree import AgreedSave, agree_on_plan
 from ft_ckpt.saving.files import check_written_files
-from ft_ckpt.saving.plan import BaseSamples, SavePlan, SaveRequest, manifest_of, plan_save
-from ft_ckpt.saving.reuse_frozen import Offer
-from ft_ckpt.saving.write import SaveJob, SharedFolders, StagedSave, prepare_stage, write_tensors, written_files
+from ft_ckpt.saving.plan import SavePlan, SaveRequest, manifest_of, plan_save
+from ft_ckpt.saving.regions import SourceView, live
+from ft_ckpt.saving.report import SaveReport
+from ft_ckpt.saving.reuse_frozen import equal_files, frozen_files, place_equal_files
+from ft_ckpt.saving.shared_folders import SharedFolders
+from ft_ckpt.saving.stage import StagedSave, prepare_stage
+from ft_ckpt.saving.write import store_of_rank, where_all_see, write_tensors, written_records
+from ft_ckpt.saving.write_plan import WritePlan, plan_writes
 from ft_ckpt.storage.digests import FileRecord, read_record
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.scratch import local_folder
 from ft_ckpt.storage.store import Store
-from ft_ckpt.training.items import name_differing_tensors
-from ft_ckpt.transfer.push import PendingPush
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """A finished save: its folder, its size and the saver's decisions.
-
-    Identical on every rank except `seconds`, and `push`, `upload` and `publish`, which only rank 0 has.
-    """
-
-    path: Path | str
-    """The committed folder; its URL where it is in a bucket."""
-    kind: str
-    """ "full", "adapter" or "attribute"."""
-    bytes: int
-    """Total size of the files, in bytes; hard links are counted once."""
-    tensors: int
-    """Number of stored tensors."""
-    seconds: float
-    """Seconds from the call to the durable commit."""
-    casts: Mapping[str, int]
-    """Number of tensors for each cast, such as "float32->bfloat16"."""
-    notes: tuple[str, ...]
-    """Decisions of the saver that affect a reader of the checkpoint."""
-    step: int | None
-    """Training step of this checkpoint."""
-    push: PendingPush | None = None
-    """The push to the Hub that the save requested; on rank 0 alone."""
-    upload: PendingPush | None = None
-    """The upload from the staging folder to the bucket, if there is one; on rank 0 alone."""
-    publish: PendingPublish | None = None
-    """The publish to the servers of the setting `publish`; on rank 0 alone."""
-    target: Place | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def place(self) -> Place:
-        """The committed folder with the client of its bucket, as other functions of ft_ckpt take it."""
-        return open_place(self.path) if self.target is None else self.target
 
 
 @dataclass(frozen=True, eq=False)
-class AgreedSave:
-    """The result of the exchange that precedes every write; identical on all ranks except `request` and `samples`."""
+class PreparedSave:
+    """What the call of a background save has done: the plan, and with a snapshot who writes it and its copies."""
 
-    request: SaveRequest  # with the replicas that differ, if they were compared
-    replicas_differ: bool  # the save must be planned again, to store the values of all ranks
-    fits: bool  # whether every rank can take a snapshot
-    state_dict: bool  # whether rank 0 was given one
-    stage: str | None  # rank 0's staging folder, if it is on a disk
-    offers: Mapping[str, Offer]  # frozen files that may exist already, by path
-    samples: tuple[BaseSamples, ...]  # of each rank; on rank 0 alone
+    plan: SavePlan
+    writes: WritePlan | None = None  # None: not all ranks could take a snapshot
+    sources: SourceView = live
+
+
+@dataclass(frozen=True, eq=False)
+class SaveJob:
+    """A save that all ranks have agreed on."""
+
+    request: SaveRequest
+    staged: StagedSave
+    agreed: AgreedSave
+    writes: WritePlan
+    sources: SourceView
+    ranks: Ranks
+    config: SaverConfig
+
+    @property
+    def store(self) -> Store:
+        """Where this rank writes."""
+        staging = self.staged.staging
+        if staging is not None:
+            return staging.store
+        return store_of_rank(self.agreed.stage, self.request.target, self.config)
 
 
 def run_save(
@@ -95,36 +73,30 @@ def run_save(
     ranks: Ranks,
     config: SaverConfig,
     begun: float,
-    plan: SavePlan | None,
+    prepared: PreparedSave | None,
     shared: SharedFolders,
 ) -> SaveReport:
     """Carry out `request`, or report to the other ranks the `error` that prevented it. Collective.
 
-    `begun` is the time of the call, by `time.monotonic`; `plan` the existing plan, if there is one; `shared` caches
-    which folders all ranks see. Raises what `CheckpointSaver.save` raises.
+    `begun` is the time of the call, by `time.monotonic`; `prepared` what was done before; `shared` caches which folders
+    all ranks see. Raises what `CheckpointSaver.save` raises.
     """
     changed: frozenset[str] = frozenset()  # frozen files that no earlier checkpoint has, as earlier tries found
     tries = 0
-    written: dict[str, Any] | None
     while True:
-        staged, error = _plan_and_stage(request, plan, error, ranks, config, tries, changed)
+        staged, error = _plan_and_stage(request, prepared, error, ranks, config, tries, changed)
         try:
             # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
             agreed = agree_on_plan("save()", request, staged, error, ranks, config)
             assert staged is not None, "the agreement has raised the error"
             request = agreed.request
             if agreed.replicas_differ:
-                plan = None
+                prepared = None
                 continue
-            job = SaveJob(
-                request, staged.plan, staged.staging, agreed.stage, agreed.offers, agreed.state_dict, ranks, config,
-                shared, staged.files, staged.notes,
-            )  # fmt: skip
-            if job.state_dict and not ranks.is_main:  # a gather that made the dict leaves other ranks with {} or None
-                written, error = {}, None
-            else:
-                written, error = ranks.attempt(explained(request.target)(partial(write_tensors, job)))
-            report = _commit_on_all(job, agreed.samples, written, error, begun)
+            job = _make_job(request, staged, agreed, prepared, ranks, config)
+            reused, error = _reuse_files(job)
+            written, error = _write_files(job, reused, shared, error)
+            report = _commit_on_all(job, written, error, begun)
         except BaseException:
             shared.forget()
             raise
@@ -134,13 +106,13 @@ def run_save(
         if report is not None:
             return report
         # The disk is full, and the settings say to try again.
-        plan, error = job.plan, None
-        changed, tries = changed | (job.offers.keys() - job.taken), tries + 1
+        prepared, error = prepared or PreparedSave(staged.plan), None
+        changed, tries = changed | (agreed.offers.keys() - reused.digests.keys()), tries + 1
 
 
 def _plan_and_stage(
     request: SaveRequest | None,
-    plan: SavePlan | None,
+    prepared: PreparedSave | None,
     error: BaseException | None,
     ranks: Ranks,
     config: SaverConfig,
@@ -152,110 +124,82 @@ def _plan_and_stage(
         return None, error
 
     def stage() -> StagedSave:
-        return prepare_stage(request, plan or plan_save(request, ranks, config), ranks, config, tries, changed)
+        plan = plan_save(request, ranks, config) if prepared is None else prepared.plan
+        is_snapshot = prepared is not None and prepared.writes is not None
+        return prepare_stage(request, plan, ranks, config, tries, changed, may_gather=not is_snapshot)
 
-    staged, error = ranks.attempt(explained(request.target)(stage))
-    return staged, error
+    return ranks.attempt(explained(request.target)(stage))
 
 
-def agree_on_plan(
-    what: str,
-    request: SaveRequest | None,
-    staged: StagedSave | None,
-    error: BaseException | None,
+def _make_job(
+    request: SaveRequest,
+    staged: StagedSave,
+    agreed: AgreedSave,
+    prepared: PreparedSave | None,
     ranks: Ranks,
     config: SaverConfig,
-    *,
-    fits: bool = True,
-) -> AgreedSave:
-    """Compare the plans and the replicas of all ranks in the exchange `what`; the result `fits` if all ranks do.
-
-    Raises the `error` of any rank, RanksDisagreeError naming tensors, or replicas if the settings refuse these.
-    """
-    compares = ranks.size > 1 and request is not None and request.differing is None and request.state_dict is None
-    digests: dict[str, replicas.ReplicaDigest] = {}
-    if staged is not None and compares:
-        replicated = replicas.replicated_tensors(staged.plan.plans)
-        made, error = ranks.attempt(partial(replicas.digest_replicas, replicated, ranks.rank))
-        digests = made or {}
-    facts = {} if request is None or staged is None or error else _describe_save(request, staged, digests)
-    agreed = ranks.agree(what, {**facts, "fits": fits}, error, same=("path", "kind", "step"), decide=_terms_of)
-    assert request is not None, "the agreement has raised the error"
-    assert staged is not None, "the agreement has raised the error"
-    terms = agreed.result
-    if not terms["alike"]:
-        entries = [(one.part.path, entry) for one in staged.plan.plans for entry in one.part.entries]
-        names = (f"{path}/{entry.name}".lstrip("/") for path, entry in entries)
-        name_differing_tensors(ranks, "the tensors of save()", facts["tensors"], lambda: names)
-    if compares and not terms["state_dict"]:  # a state dict is given on rank 0 alone
-        differing = replicas.differing_replicas(digests, terms["differing_places"], ranks)
-        if differing:
-            report_differences(replicas.describe_differences(differing), str(request.target), ranks, config)
-        request = replace(request, differing=differing)
-    return AgreedSave(
-        request,
-        replicas_differ=compares and bool(request.differing),
-        fits=terms["fits"],
-        state_dict=terms["state_dict"],
-        stage=terms["stage"],
-        offers={path: Offer(count, tuple(found)) for path, (count, found) in terms["offers"].items()},
-        samples=tuple(value["samples"] for value in agreed.values),
-    )
+) -> SaveJob:
+    writes = None if prepared is None else prepared.writes
+    if writes is None:
+        writes = plan_writes(staged.plan, request.target, config, ranks.size, state_dict=agreed.state_dict)
+    sources = live if prepared is None else prepared.sources
+    return SaveJob(request, staged, agreed, writes, sources, ranks, config)
 
 
-def report_differences(found: str, saved: str, ranks: Ranks, config: SaverConfig) -> None:
-    """Raise RanksDisagreeError for differences between ranks, or warn of them, as configured.
+@dataclass(frozen=True, eq=False)
+class ReusedFiles:
+    """The frozen files that an earlier checkpoint has."""
 
-    `found` describes the differences; `saved` names the checkpoint.
-    """
-    if config.on_difference == "raise":
-        raise RanksDisagreeError(
-            f"{found}, where these ranks should hold the same, and on_difference='raise'; nothing was committed. "
-            "Average or broadcast them before the save, or save with on_difference='warn', which takes the first rank's"
-        )
-    if config.on_difference == "warn" and ranks.shows:
-        warn(f"{saved}: {found}, which is stored", stacklevel=5)
+    digests: Mapping[str, str] = field(default_factory=dict)  # by path
+    records: Sequence[FileRecord] = ()  # on rank 0, which has linked them
 
 
-def _describe_save(
-    request: SaveRequest, staged: StagedSave, digests: Mapping[str, replicas.ReplicaDigest]
-) -> dict[str, Any]:
-    """The facts of a save that ranks compare or that rank 0 needs from each, as JSON."""
-    names = repr([(f.path, [*map(tuple, f.layout.specs)]) for one in staged.plan.plans for f in one.files])
-    store = staged.staging.store if staged.staging else None
-    return {
-        "path": str(request.target),
-        "kind": "merged" if request.merged else kind_of(request.adapter_only, request.attribute),
-        "step": request.step,
-        "tensors": xxhash.xxh3_64_hexdigest(names.encode()),  # names, shapes and dtypes in all files
-        "state_dict": request.state_dict is not None,
-        "samples": staged.plan.samples,
-        "stage": store.url if isinstance(store, LocalStore) else None,  # in which ranks may write files together
-        "offers": {path: [offer.ranks, offer.digests] for path, offer in staged.offers.items()},
-        "replicas": replicas.digests_by_place(digests),
-    }
+def _reuse_files(job: SaveJob) -> tuple[ReusedFiles, BaseException | None]:
+    """Link the frozen files that equal earlier ones. Collective, if there are any to compare."""
+    offers, staging = job.agreed.offers, job.staged.staging
+
+    def reuse() -> ReusedFiles:
+        frozen = frozen_files(job.staged.plan.plans, job.ranks.size)
+        equal = equal_files(frozen, offers, job.ranks, job.sources)
+        records = [] if staging is None else place_equal_files(frozen, equal, staging.store)
+        return ReusedFiles(equal, records)
+
+    if not offers:
+        return ReusedFiles(), None
+    reused, error = job.ranks.attempt(explained(job.request.target)(reuse))
+    return reused or ReusedFiles(), error
 
 
-def _terms_of(facts: Values) -> dict[str, Any]:
-    given = [str(rank) for rank, one in enumerate(facts) if one["state_dict"]]
-    if given and not facts[0]["state_dict"]:  # the others would leave rank 0 waiting for their tensors
-        raise RanksDisagreeError(
-            f"state_dict= was given on rank(s) {', '.join(given)} and not on rank 0, which writes it; give it on rank 0"
-        )
-    return {
-        **{key: facts[0][key] for key in ("stage", "offers", "state_dict")},
-        "fits": all(one["fits"] for one in facts),
-        "alike": all(one["tensors"] == facts[0]["tensors"] for one in facts),
-        "differing_places": replicas.differing_places(one["replicas"] for one in facts),
-    }
+@dataclass(frozen=True, eq=False)
+class WrittenFiles:
+    """The files of a save on one rank."""
+
+    writes: WritePlan  # of those that were written
+    facts: Mapping[str, Any]  # for `written_records` on rank 0
+    linked: Sequence[FileRecord] = ()  # on rank 0: the records of those that were reused
+
+
+def _write_files(
+    job: SaveJob, reused: ReusedFiles, shared: SharedFolders, error: BaseException | None
+) -> tuple[WrittenFiles | None, BaseException | None]:
+    """Write all files that are not reused. Collective. Does nothing after an `error`."""
+    target, ranks = job.request.target, job.ranks
+    if error is not None:
+        return None, error
+    if job.agreed.state_dict and not ranks.is_main:  # a gather that made the dict leaves other ranks with {} or None
+        return WrittenFiles(job.writes, {}), None
+
+    def write() -> WrittenFiles:
+        writes = job.writes.without(frozenset(reused.digests))
+        writes = where_all_see(writes, job.agreed.stage, target, shared, ranks)
+        facts = write_tensors(writes, job.sources, job.store, target, ranks, job.config)
+        return WrittenFiles(writes, facts, reused.records)
+
+    return ranks.attempt(explained(target)(write))
 
 
 def _commit_on_all(
-    job: SaveJob,
-    samples: tuple[BaseSamples, ...],
-    written: dict[str, Any] | None,
-    error: BaseException | None,
-    begun: float,
+    job: SaveJob, written: WrittenFiles | None, error: BaseException | None, begun: float
 ) -> SaveReport | None:
     """Compare the written files with the model and commit. Returns the report; None if the disk is full. Collective.
 
@@ -267,15 +211,17 @@ def _commit_on_all(
     def commit(values: Values) -> dict[str, Any] | None:
         if any(value["full"] for value in values):
             return None
+        assert written is not None, "the agreement has raised the error"
+        files = [*written.linked, *written_records(written.writes, values)]
         try:
-            return explained(request.target)(lambda: _commit_files(job, written_files(job, values), samples))()
+            return explained(request.target)(lambda: _commit_files(job, files))()
         except NoSpaceError:
             if retries:
                 return None
             raise
 
-    value = {"full": is_full, **(written or {})}
-    saved = ranks.agree("the commit of save()", value, None if is_full else error, decide=commit).result
+    facts = {"full": is_full, **(written.facts if written is not None else {})}
+    saved = ranks.agree("the commit of save()", facts, None if is_full else error, decide=commit).result
     if saved is None:
         return None
     report = SaveReport(
@@ -291,19 +237,19 @@ def _commit_on_all(
     return report
 
 
-def _commit_files(job: SaveJob, files: list[FileRecord], samples: tuple[BaseSamples, ...]) -> dict[str, Any]:
+def _commit_files(job: SaveJob, files: list[FileRecord]) -> dict[str, Any]:
     """On rank 0: compare the files with the model and commit; return fields of the report, as JSON."""
-    request, plan, staging = job.request, job.plan, job.staging
+    request, staged, staging = job.request, job.staged, job.staged.staging
     assert staging is not None, "rank 0 has the staging"
     store, compression = staging.store, job.config.compression
-    files = files + _link_second_names(plan, files, store)
-    for one in plan.plans:
-        check_written_files(one, store)
-    notes = [*job.notes, *_notes_of_save(request, store)]
+    files = files + _link_second_names(staged.plan, files, store)
+    for part_plan in staged.plan.plans:
+        check_written_files(part_plan, store)
+    notes = [*staged.notes, *_notes_of_save(request, store)]
     handed_in, left_out = ([], []) if request.collect is None else request.collect(store)
     if compression is not None:
         files = _compress_files(files, store, compression)
-    manifest = _manifest_of_job(job, [*files, *job.companions, *handed_in], samples, [*notes, *left_out])
+    manifest = _manifest_of_job(job, [*files, *staged.files, *handed_in], [*notes, *left_out])
     size_bytes = stored_bytes(store, manifest)
     if request.check_lease is not None:
         request.check_lease()
@@ -346,16 +292,14 @@ def _compress_files(files: list[FileRecord], store: Store, compression: str) -> 
     return [read_record(store, file.path) for file in files]
 
 
-def _manifest_of_job(
-    job: SaveJob, files: list[FileRecord], samples: tuple[BaseSamples, ...], notes: list[str]
-) -> Manifest:
+def _manifest_of_job(job: SaveJob, files: list[FileRecord], notes: list[str]) -> Manifest:
     """The manifest of the files of a save."""
-    request, plan = job.request, job.plan
+    request, plan = job.request, job.staged.plan
     has_state = request.captured is not None and request.captured.state is not None
     return manifest_of(
         plan.plans,
         files,
-        samples,
+        job.agreed.samples,
         compressed=job.config.compression is not None,
         bases=plan.companions.bases,
         classes=plan.companions.classes,

@@ -17,7 +17,7 @@ from ft_ckpt.engines.follow import Publisher
 from ft_ckpt.engines.options import ServerOptions
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.messages import short, warn
-from ft_ckpt.saving.execute import SaveReport
+from ft_ckpt.saving.report import SaveReport
 from ft_ckpt.storage.place import Place
 from ft_ckpt.transfer.outgoing import PushOptions
 from ft_ckpt.transfer.push import PendingPush, begin_push

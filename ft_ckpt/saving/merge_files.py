@@ -33,7 +33,7 @@ from ft_ckpt.model.libraries import is_config_of_diffusers
 from ft_ckpt.model.mapped_model import FileModel, is_quantised_folder, model_on_files
 from ft_ckpt.saving.execute import run_save
 from ft_ckpt.saving.plan import SaveRequest, live_logits, request_of
-from ft_ckpt.saving.write import SharedFolders
+from ft_ckpt.saving.shared_folders import SharedFolders
 from ft_ckpt.storage.place import Place, open_place, source_mode
 from ft_ckpt.storage.scratch import local_folder
 from ft_ckpt.storage.store import Store, read_range, read_text

@@ -32,8 +32,8 @@ from ft_ckpt.model.entries import MergeChoice, Part, lossy_casts, main_dtype, sh
 from ft_ckpt.model.parts import Attribute, parts_of
 from ft_ckpt.model.selection import without_own_layouts
 from ft_ckpt.model.settings import EXTRA_FILE, SETTINGS_FILES
-from ft_ckpt.saving import replicas, reuse_frozen
-from ft_ckpt.saving.files import PartPlan, plan_part
+from ft_ckpt.saving import replicas
+from ft_ckpt.saving.files import PartPlan, frozen_names, plan_part
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.scratch import files_made_by
@@ -383,8 +383,7 @@ def plan_save(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePl
     for module in {id(part.module): part.module for part in parts if part.kind == "adapter"}.values():
         refuse_merged(module)
     plans = tuple(
-        plan_part(part, request.max_shard_bytes, request.format, reuse_frozen.frozen_names(part, frozen, mode))
-        for part in parts
+        plan_part(part, request.max_shard_bytes, request.format, frozen_names(part, frozen, mode)) for part in parts
     )
     return SavePlan(
         plans,

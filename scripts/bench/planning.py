@@ -18,10 +18,10 @@ from transformers import LlamaForCausalLM
 
 from ft_ckpt import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.saving import files
-from ft_ckpt.saving.execute import _describe_save
+from ft_ckpt.saving.agree import _describe_save
 from ft_ckpt.saving.plan import plan_save, request_of
-from ft_ckpt.saving.write import StagedSave
+from ft_ckpt.saving.stage import StagedSave
+from ft_ckpt.saving.write_plan import FileWrites, divide_files
 from ft_ckpt.storage.digests import chunk_of_rank
 from scripts.bench.common import Row, Setting, as_child, in_child, medians, seconds
 from scripts.bench.models import config_of
@@ -80,14 +80,14 @@ def _plan(model: nn.Module, ranks: Ranks) -> Row:
     row["choose_seconds"] = seconds(lambda: chosen.append(plan_save(request, ranks, config)))
     staged = StagedSave(chosen[0])
     row["say_seconds"] = seconds(lambda: _describe_save(request, staged, {}))
-    row["shares_seconds"] = seconds(lambda: shares.extend(files.divide_files(staged.plan.plans, ranks.size)))
+    row["shares_seconds"] = seconds(lambda: shares.extend(divide_files(staged.plan.plans, ranks.size)))
     row["own_seconds"] = seconds(lambda: pieces.append(_count_pieces(shares, ranks.rank)))
     return {"seconds": sum(row.values()), **row, "pieces": pieces[0]}
 
 
-def _count_pieces(shares: list[files.Share], rank: int) -> int:
+def _count_pieces(shares: list[FileWrites], rank: int) -> int:
     """The number of byte ranges that the rank writes."""
-    return sum(chunk_of_rank(cut, rank) is not None for share in shares for cut in share.actual_cuts)
+    return sum(chunk_of_rank(cut, rank) is not None for share in shares for cut in share.all_cuts)
 
 
 def _peak_bytes(model: nn.Module, ranks: Ranks) -> int:

@@ -17,7 +17,8 @@ from torch.distributed import HashStore
 from ft_ckpt.distributed import fill, sharding
 from ft_ckpt.distributed.fill import WantedTensor
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.saving import files
+from ft_ckpt.saving import regions, write_plan
+from ft_ckpt.saving.regions import live
 from ft_ckpt.storage.digests import rank_parts
 from ft_ckpt.storage.read_ahead import ByteRun
 
@@ -26,13 +27,13 @@ worlds = st.sampled_from([2, 8, 1001, 1024]) | st.integers(2, 1024)
 
 
 def shared(values, way, world, rank):
-    (share,) = files.divide_files([planned(values, way, world, rank)], world)
+    (share,) = write_plan.divide_files([planned(values, way, world, rank)], world)
     return share
 
 
 def spans(share, ranks):
-    regions = files._own_regions(share, ranks)
-    return [(region.start, region.start + region.size_bytes) for region in regions]
+    own = regions._own_regions(share, ranks, live)
+    return [(region.start, region.start + region.size_bytes) for region in own]
 
 
 def joined(spans):
@@ -50,18 +51,14 @@ def joined(spans):
 def test_every_byte_has_one_writer(shapes, way, world, block_bytes):
     values = {f"t{number}": torch.zeros(shape) for number, shape in enumerate(shapes)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "BLOCK_BYTES", block_bytes)
+        patch.setattr(write_plan, "BLOCK_BYTES", block_bytes)
         first = shared(values, way, world, 0)
-        owners = {owner for _, _, owner in rank_parts(first.actual_cuts, first.file.layout.size_bytes)}
+        owners = {owner for _, _, owner in rank_parts(first.all_cuts, first.file.layout.size_bytes)}
         looks = {0, 1, world // 2, world - 1, min(owners), max(owners)}
         found = {rank: shared(values, way, world, rank) for rank in looks}
-        written = {
-            rank: [(region.start, region.start + region.size_bytes) for region in files._own_regions(share, ranks)]
-            for rank, share in found.items()
-            for ranks in [Ranks(rank, world, HashStore())]
-        }
+        written = {rank: spans(share, Ranks(rank, world, HashStore())) for rank, share in found.items()}
     size = first.file.layout.size_bytes
-    pieces = list(rank_parts(first.actual_cuts, size))
+    pieces = list(rank_parts(first.all_cuts, size))
     assert joined((start, stop) for start, stop, _ in pieces) == [(0, size)], "each byte once"
     assert all(0 <= owner < world for _, _, owner in pieces)
     for rank in looks:
@@ -75,8 +72,8 @@ def test_the_manifest_does_not_grow_with_the_ranks(way):
     sizes = {}
     for world in (2, 64, 1024):
         share = shared(values, way, world, 0)
-        assert len(share.actual_cuts) == len(values)
-        record = files.file_record(share, ["0" * 32] * world)
+        assert len(share.all_cuts) == len(values)
+        record = share.record(["0" * 32] * world)
         sizes[world] = len(json.dumps(record.cuts)) + len(record.digest)
     assert max(sizes.values()) < sizes[2] * 1.1
     assert max(sizes.values()) < 100 * len(values)

@@ -8,7 +8,7 @@ from torch.distributed import HashStore
 
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import RankError
-from ft_ckpt.saving.write import all_ranks_see
+from ft_ckpt.saving.shared_folders import all_ranks_see
 from ft_ckpt.storage.local_store import LocalStore
 
 

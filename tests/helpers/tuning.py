@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from ft_ckpt.distributed import gather
-from ft_ckpt.saving import write
+from ft_ckpt.saving import stage
 
 
 @contextmanager
@@ -18,5 +18,5 @@ def buckets_of(size_bytes: int) -> Iterator[None]:
 @contextmanager
 def blocks_of(size_bytes: int) -> Iterator[None]:
     """Saves write blocks of `size_bytes`, a multiple of 4096."""
-    with patch.object(write, "BLOCK_BYTES", size_bytes):
+    with patch.object(stage, "BLOCK_BYTES", size_bytes):
         yield

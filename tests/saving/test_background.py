@@ -22,7 +22,7 @@ from torch import nn
 from ft_ckpt import CheckpointSaver, Every, Keep, SaveReport, latest, verify
 from ft_ckpt.checkpoint import commit
 from ft_ckpt.errors import CheckpointError, ConfigError, NoSpaceError
-from ft_ckpt.saving import background, write
+from ft_ckpt.saving import snapshot, write
 from ft_ckpt.saving.background import PendingSave
 
 
@@ -94,14 +94,14 @@ def torn_free(folder: Path, saves: int, slack_bytes: int) -> None:  # a leak wou
 
 def test_what_an_optimizer_waits_is_in_the_log_of_saves(tmp_path, monkeypatch):
     model, optimizer, saver = stamped(tmp_path)
-    copy = background._copy_by_device
+    copy = snapshot._copy_by_device
 
     def slow_in_a_thread(*given):
         if threading.current_thread() is not threading.main_thread():
             time.sleep(0.3)
         return copy(*given)
 
-    monkeypatch.setattr(background, "_copy_by_device", slow_in_a_thread)
+    monkeypatch.setattr(snapshot, "_copy_by_device", slow_in_a_thread)
     calls = []
     with saver:
         for name in ("waited-for", "next"):
@@ -170,14 +170,14 @@ def test_five_hundred_checkpoints_are_one_step_each(tmp_path):
 @pytest.fixture
 def held(monkeypatch):
     """Copies that are not made before save() returns wait for this."""
-    go, real = threading.Event(), background._copy_by_device
+    go, real = threading.Event(), snapshot._copy_by_device
 
     def copy(*arguments):
         if threading.current_thread() is not threading.main_thread():
             assert go.wait(30)
         return real(*arguments)
 
-    monkeypatch.setattr(background, "_copy_by_device", copy)
+    monkeypatch.setattr(snapshot, "_copy_by_device", copy)
     return go
 
 

@@ -18,8 +18,9 @@ from wrappers import WRAPPERS, Live
 from ft_ckpt import CheckpointSaver, verify
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import CheckpointError, NoSpaceError
-from ft_ckpt.saving import background, write
-from ft_ckpt.saving.background import PendingSave, Snapshot
+from ft_ckpt.saving import shared_folders, snapshot
+from ft_ckpt.saving.background import PendingSave
+from ft_ckpt.saving.snapshot import Snapshot
 from ft_ckpt.storage.direct_io import LocalWriting
 
 SHORT = {"enter_timeout_seconds": 60, "on_difference": "ignore", "io_threads": 2, "background": True}
@@ -55,7 +56,7 @@ def as_late_as_can_be(moved):
 
     Yields the bytes of floating-point tensors that are copied (True: in a thread).
     """
-    copy, hold, copied = background._copy_by_device, Snapshot._wait_for_copies, {True: 0, False: 0}
+    copy, hold, copied = snapshot._copy_by_device, Snapshot._wait_for_copies, {True: 0, False: 0}
 
     def late(room, live, ready):
         in_thread = threading.current_thread() is not threading.main_thread()
@@ -69,11 +70,11 @@ def as_late_as_can_be(moved):
         moved.set()
         hold(*given)
 
-    background._copy_by_device, Snapshot._wait_for_copies = late, asked
+    snapshot._copy_by_device, Snapshot._wait_for_copies = late, asked
     try:
         yield copied
     finally:
-        background._copy_by_device, Snapshot._wait_for_copies = copy, hold
+        snapshot._copy_by_device, Snapshot._wait_for_copies = copy, hold
 
 
 def same_moment(folder, wrapper):
@@ -275,7 +276,7 @@ def test_gathered_tensors_are_gathered_before_save_returns(tmp_path):
 def test_one_rank_does_not_see_the_files(tmp_path):
     """Rank 1 does not see rank 0's files."""
     live, saver = begun("fsdp2", tmp_path)
-    with saver, unseen_files(write._PROBE) if RANK else nullcontext():
+    with saver, unseen_files(shared_folders._PROBE) if RANK else nullcontext():
         done_at_once(saver, live, tmp_path / "saved")
     assert verify(tmp_path / "saved").ok
     dist.barrier()

@@ -13,10 +13,10 @@ from ft_ckpt import CheckpointSaver, messages
 
 RUN = """
     import sys, time, torch, ft_ckpt
-    from ft_ckpt.saving import write
+    from ft_ckpt.saving import stage
     from ft_ckpt.storage import direct_io, progress, read_ahead
     progress.MIN_SECONDS = {wait}
-    write.BLOCK_BYTES = 1 << 16
+    stage.BLOCK_BYTES = 1 << 16
 
     def slow(call):
         def wait_and_call(*args):

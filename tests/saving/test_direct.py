@@ -27,7 +27,7 @@ from ft_ckpt.checkpoint import checks
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.distributed import gather
 from ft_ckpt.errors import CorruptError, NoSpaceError, RankError
-from ft_ckpt.saving import files, write
+from ft_ckpt.saving import shared_folders, write_plan
 from ft_ckpt.storage import read_ahead as blocks
 from ft_ckpt.storage import writer
 from ft_ckpt.storage.digests import Cut, FileRecord, joined_digest, rank_parts, read_record
@@ -83,11 +83,11 @@ def test_zero(tmp_path, wrapper, model):
 
 def same_files(wrapper, model, folder, **settings):
     """Shards of tensors this small are gathered on rank 0 unless they are rows; or written in runs of any length."""
-    ways = {"usual": files.LEAST_RUN_BYTES, **({"in_runs": 1} if "tensor" in wrapper else {})}
+    ways = {"usual": write_plan.MIN_RUN_BYTES, **({"in_runs": 1} if "tensor" in wrapper else {})}
     for place, least in ways.items():
-        files.LEAST_RUN_BYTES, usual = least, files.LEAST_RUN_BYTES
+        write_plan.MIN_RUN_BYTES, usual = least, write_plan.MIN_RUN_BYTES
         same_files_of_a_run(wrapper, model, folder / place, **settings)
-        files.LEAST_RUN_BYTES = usual
+        write_plan.MIN_RUN_BYTES = usual
 
 
 def same_files_of_a_run(wrapper, model, folder, **settings):
@@ -130,7 +130,7 @@ def test_rank_0_writes_what_others_do_not_see(tmp_path):
     """Rank 1 does not see rank 0's files: rank 0 writes everything."""
     live = live_model("fsdp2", "qwen3")
     saver = CheckpointSaver(live.accelerator, tmp_path, each_rank_writes="on", **SHORT)
-    with unseen_files(write._PROBE) if RANK else nullcontext():
+    with unseen_files(shared_folders._PROBE) if RANK else nullcontext():
         saver.save(live.model, tmp_path / "saved")
     assert verify(tmp_path / "saved").ok
     assert not any(file.cuts for file in read_manifest(tmp_path / "saved").files)
@@ -185,11 +185,11 @@ def full_disk(wrapper, model, rank, each, folder):
 @on_ranks(2)
 def test_all_stop_who_share_replicated_parameters(tmp_path):
     """Replicated parameters, cut in smaller blocks than usual: the other rank stops as well."""
-    files.BLOCK_BYTES, usual = 4096, files.BLOCK_BYTES
+    write_plan.BLOCK_BYTES, usual = 4096, write_plan.BLOCK_BYTES
     try:
         full_disk("ddp", "wide", 0, "on", tmp_path)
     finally:
-        files.BLOCK_BYTES = usual
+        write_plan.BLOCK_BYTES = usual
 
 
 @pytest.mark.slow

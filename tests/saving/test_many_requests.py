@@ -9,7 +9,7 @@ import torch
 from held import planned
 from training import begin, go_on
 
-from ft_ckpt.saving.files import assign_writers
+from ft_ckpt.saving.write_plan import assign_writers
 from ft_ckpt.storage import read_ahead
 from ft_ckpt.storage.object_store import size_of_parts
 from ft_ckpt.storage.read_ahead import ByteRun

@@ -19,7 +19,7 @@ from ft_ckpt.checkpoint import prune
 from ft_ckpt.checkpoint.catalog import discover, read_manifest
 from ft_ckpt.checkpoint.delete import delete_checkpoint
 from ft_ckpt.errors import NoSpaceError
-from ft_ckpt.saving import reuse_frozen, write
+from ft_ckpt.saving import files, write
 
 FROZEN, TRAINED = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -242,7 +242,7 @@ def test_small_models_stay_one_file(model, tmp_path):
 
 
 def test_auto_pays_from_a_size_on(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(reuse_frozen, "LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(files, "MIN_FROZEN_BYTES", 1 << 20)
     assert is_linked(twice(model, tmp_path / "most", reuse_frozen="auto"))
     trained = [name for name, _ in model.named_parameters() if "layers.0.mlp" not in name]
     path = twice(frozen_but(model, *trained), tmp_path / "few", reuse_frozen="auto")

@@ -24,7 +24,7 @@ from tuning import blocks_of
 from ft_ckpt import CheckpointSaver, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.saving import files
+from ft_ckpt.saving import regions, write_plan
 from ft_ckpt.storage import libc
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.read_ahead import BLOCK_BYTES, new_block
@@ -63,21 +63,21 @@ def by_saver(values, folder, **options):
 def by_ranks(values, folder, way="fsdp2", world=2, dtype=None, block_bytes=SMALL, direct_io="on"):
     """The file as `world` ranks write it at once, each what it holds; their threads stand for the processes."""
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(world) as pool:
-        patch.setattr(files, "BLOCK_BYTES", 4096)  # in which replicated tensors are shared out
-        (share,) = files.divide_files([planned(values, way, world, 0, dtype)], world)
+        patch.setattr(write_plan, "BLOCK_BYTES", 4096)  # in which replicated tensors are shared out
+        (share,) = write_plan.divide_files([planned(values, way, world, 0, dtype)], world)
         tuning = tuning_for(2, direct_io, block_bytes)
         store_of_files = LocalStore(folder, tuning.direct_bytes, syncs=False)
         store_of_files.allocate(share.file.path, share.file.layout.size_bytes)
         store = HashStore()
 
         def write(rank):
-            (mine,) = files.divide_files([planned(values, way, world, rank, dtype)], world)
+            (mine,) = write_plan.divide_files([planned(values, way, world, rank, dtype)], world)
             assert mine.cuts == share.cuts
             ranks = Ranks(rank, world, store)
             with Writer(tuning) as writer:
-                return files.write_own_bytes(mine, store_of_files, ranks, writer)
+                return regions.write_own_bytes(mine, store_of_files, writer, ranks, regions.live)
 
-        record = files.file_record(share, list(pool.map(write, range(world))))
+        record = share.record(list(pool.map(write, range(world))))
     assert digest_like(folder / share.file.path, record) == record.digest
     return folder / share.file.path
 

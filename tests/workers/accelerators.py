@@ -24,7 +24,7 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver, devices, load_model, verify
 from ft_ckpt.errors import IncompleteError
 from ft_ckpt.formats import file_io
-from ft_ckpt.saving import background as background_module
+from ft_ckpt.saving import snapshot
 from ft_ckpt.saving.background import PendingSave
 from ft_ckpt.storage.read_ahead import read_ahead
 
@@ -204,7 +204,7 @@ def exact_memory(folder: Path) -> None:
         room = max(rooms, key=lambda one: one._memory.numel())
         size = room._memory.numel()
         assert room._memory.is_pinned()
-        assert size == background_module.copies_size(room._places) < 1.01 * 4 * LARGE
+        assert size == snapshot.copies_size(room._places) < 1.01 * 4 * LARGE
         del rooms, room
         saver.close()
         offers = hasattr(torch.get_device_module(device()), "cudart")

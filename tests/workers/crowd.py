@@ -29,9 +29,10 @@ from tuning import blocks_of
 
 from ft_ckpt import CheckpointSaver, SaverConfig
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
-from ft_ckpt.saving import execute, write
+from ft_ckpt.saving.agree import agree_on_plan
 from ft_ckpt.saving.plan import SaveRequest, plan_save, request_of
-from ft_ckpt.saving.write import StagedSave
+from ft_ckpt.saving.shared_folders import all_ranks_see
+from ft_ckpt.saving.stage import StagedSave
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
 from ft_ckpt.training import choose, rng, state
@@ -130,8 +131,8 @@ def live_meetings(folder: Path, own: tuple[SaveRequest, LocalState, StagedSave],
         return
     assert len(state.exchange_facts(local, [], ranks, {})[1]) == ranks.size
     if phase == "first save":
-        assert write.all_ranks_see(LocalStore(folder), ranks)
-    execute.agree_on_plan("save()", request, staged, None, ranks, SaverConfig())
+        assert all_ranks_see(LocalStore(folder), ranks)
+    agree_on_plan("save()", request, staged, None, ranks, SaverConfig())
     written = {"full": False, "digests": ["0" * 32] * 20}
     assert len(ranks.agree("commit", written, decide=lambda _: None).values) == ranks.size * ranks.is_main
 

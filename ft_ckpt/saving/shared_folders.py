@@ -1,0 +1,58 @@
+"""Which folders all ranks see, tried with a file of rank 0."""
+
+import uuid
+from pathlib import Path
+
+from ft_ckpt.distributed.ranks import Ranks, try_action
+from ft_ckpt.errors import CorruptError
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.store import Store
+
+_PROBE = ".ft_ckpt-probe"
+
+
+class SharedFolders:
+    """Cache of which folders are visible to every rank; cleared after a failed save."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, bool] = {}
+
+    def is_seen_by_all(self, folder: Store, ranks: Ranks, probed: Store | None = None) -> bool:
+        """Whether all ranks see files that rank 0 creates in `folder`. Collective.
+
+        The probe file is created there, or in `probed` below it.
+        """
+        if folder.url not in self._known:
+            self._known[folder.url] = ranks.size == 1 or all_ranks_see(probed or folder, ranks)
+        return self._known[folder.url]
+
+    def forget(self) -> None:
+        self._known.clear()
+
+
+def all_ranks_see(store: Store, ranks: Ranks) -> bool:
+    """Whether all ranks see files that rank 0 creates in `store`, tested with a probe file. Collective.
+
+    Raises the error of rank 0 on all ranks if it cannot write there.
+    """
+    token = uuid.uuid4().hex
+    name = f"{_PROBE}-{token}"
+    _, error = try_action(lambda: store.write(name, token.encode()) if ranks.is_main else None)
+    probe = ranks.agree("the files of save()", {"folder": store.url, "name": name, "token": token}, error).result
+    there = LocalStore(Path(probe["folder"])) if isinstance(store, LocalStore) else store
+
+    def look() -> dict[str, bool]:
+        try:
+            return {"sees": there.read(probe["name"]) == probe["token"].encode()}
+        except CorruptError:  # absent, or another file
+            return {"sees": False}
+
+    seen, error = try_action(look)
+    try:
+        all_see = ranks.agree(
+            "the look at the files of save()", seen, error, decide=lambda views: all(v["sees"] for v in views)
+        )
+    finally:
+        if ranks.is_main:
+            store.delete([name])
+    return bool(all_see.result)

@@ -1,0 +1,206 @@
+"""The snapshot of a background save: host copies of the tensors that this rank writes, at one moment."""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.devices import Moment, copy_to_host, is_accelerator, pinned_memory, record_moment
+from ft_ckpt.distributed.gather import gather_tensors, moves_to
+from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.sharding import ReplicatedSharding
+from ft_ckpt.distributed.source import Source
+from ft_ckpt.distributed.wrappers import optimizer_parameter
+from ft_ckpt.saving.write_plan import WritePlan
+
+_ALIGNMENT = 64
+_IN_PLACE = ("plain", "fsdp1", "fsdp2", "zero3", "zero")  # engines whose tensors only the optimizer step changes
+Copies = Mapping[int, Tensor]  # by the keys of the live tensors
+
+
+class Snapshot:
+    """The host copies of the tensors at one moment; one snapshot at a time."""
+
+    def __init__(self) -> None:
+        self.waited_seconds = 0.0  # of optimizers, for the copies of the current save
+        self._now, self._late = _CopyMemory(), _CopyMemory()
+        self._copied: Copies = {}
+        self._left: Copies = {}
+        self._ready: dict[torch.device, Moment] = {}  # after which the tensors of an accelerator may be read
+        self._done = Event()
+        self._done.set()
+        self._hooks: dict[int, tuple[Any, Any]] = {}  # by id: (optimizer, which keeps the id unique; handle)
+
+    def watch_optimizers(self, optimizers: Iterable[Any]) -> None:
+        """Make the next step of each optimizer wait for the copies."""
+        for optimizer in optimizers:
+            if id(optimizer) not in self._hooks:
+                self._hooks[id(optimizer)] = (optimizer, optimizer.register_step_pre_hook(self._wait_for_copies))
+
+    def begin_copies(self, now: Copies, late: Copies) -> None:
+        """Copy `now`; `finish_copies` copies `late`, and the next step of watched optimizers waits for it."""
+        self._copied = _copy_by_device(self._now, now, {})
+        self._left = late
+        devices = {tensor.device for tensor in late.values()}
+        self._ready = {device: record_moment(device) for device in devices if is_accelerator(device)}
+        self._done.clear()
+
+    def finish_copies(self) -> Copies:
+        """Copy the rest, in any thread, and return all copies by key. Then optimizers may step, even on an error."""
+        try:
+            return {**self._copied, **_copy_by_device(self._late, self._left, self._ready)}
+        finally:
+            self.drop_copies()
+
+    def drop_copies(self) -> None:
+        """Let optimizers step without `finish_copies`."""
+        self._copied, self._left = {}, {}
+        self._done.set()
+
+    def close(self) -> None:
+        """Remove the hooks and free the memory."""
+        for _, handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+        self._now, self._late = _CopyMemory(), _CopyMemory()
+
+    def _wait_for_copies(self, *_: Any) -> None:
+        if not self._done.is_set():
+            begun = time.monotonic()
+            self._done.wait()
+            self.waited_seconds += time.monotonic() - begun
+
+
+def ids_changed_by_steps(optimizers: Mapping[Any, Iterable[Tensor]]) -> frozenset[int]:
+    """The ids of all tensors that steps change: each optimizer's parameters, state and values in `optimizers`."""
+    owned: set[int] = set()
+    for optimizer, further in optimizers.items():
+        owned.update(map(id, further))
+        owned.update(id(p) for group in optimizer.param_groups for p in group["params"])
+        states = [state for key, state in optimizer.state.items() if isinstance(key, Tensor)]
+        owned.update(id(value) for state in states for value in state.values() if isinstance(value, Tensor))
+    return frozenset(owned)
+
+
+def copies_size(tensors: Iterable[Tensor]) -> int:
+    """Bytes of host memory that copies of `tensors` take."""
+    return sum(_aligned_size(tensor.nbytes) for tensor in tensors)
+
+
+class _CopyMemory:
+    """Reused memory of the size of the largest snapshot; pinned where an accelerator copies into it."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever the script's default device
+        self._shapes: list[Any] = []
+        self._places: list[Tensor] = []
+
+    def places_for(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Memory for a copy of each tensor."""
+        tensors = list(tensors)
+        shapes: list[Any] = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        if shapes == self._shapes:  # as in most saves of a run
+            return self._places
+        needed = copies_size(tensors)
+        if self._memory.numel() < needed:
+            self._memory, self._places = self._memory.new_empty(0), []  # freed first
+            device = next((tensor.device for tensor in tensors if is_accelerator(tensor.device)), None)
+            self._memory = pinned_memory(needed, device) if device else self._memory.new_empty(needed)
+        self._shapes, self._places, at = shapes, [], 0
+        for tensor in tensors:
+            self._places.append(self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            at += _aligned_size(tensor.nbytes)
+        return self._places
+
+
+@torch.no_grad()
+def _copy_by_device(room: _CopyMemory, live: Copies, ready: Mapping[torch.device, Moment]) -> dict[int, Tensor]:
+    copies = dict(zip(live, room.places_for(live.values()), strict=True))
+    by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+    for name, tensor in live.items():
+        by_device.setdefault(tensor.device, []).append((copies[name], tensor))
+    for device, pairs in by_device.items():
+        if is_accelerator(device):
+            copy_to_host(pairs, ready.get(device) or record_moment(device))
+        else:  # one call: between two calls the training thread can hold the GIL for milliseconds
+            torch._foreach_copy_([copy for copy, _ in pairs], [tensor for _, tensor in pairs])
+    return copies
+
+
+def _aligned_size(size: int) -> int:
+    return size + -size % _ALIGNMENT
+
+
+@dataclass(frozen=True)
+class SnapshotPlan:
+    """The tensors that a background save copies or gathers on this rank, by key."""
+
+    now: Copies
+    late: Copies  # changed only by the next optimizer step
+    gathers: Mapping[int, tuple[Source, ...]]  # by writing rank: tensors that the call gathers there
+    size_bytes: int  # of host memory
+
+    @property
+    def gathered_keys(self) -> frozenset[int]:
+        return frozenset(source.key for sources in self.gathers.values() for source in sources)
+
+
+@dataclass(frozen=True, eq=False)
+class SnapshotSources:
+    """The planned tensors with the elements of a snapshot in place of the live ones."""
+
+    copies: Copies
+    gathered: frozenset[int] = frozenset()  # keys of the tensors that their writer has whole
+
+    def __call__(self, source: Source) -> Source:
+        if source.key in self.gathered:
+            source = replace(source, sharding=ReplicatedSharding(source.shape))
+        return source.holding(self.copies.get(source.key))
+
+
+def plan_snapshot(writes: WritePlan, ranks: Ranks, owned: frozenset[int], *, gathers: bool) -> SnapshotPlan:
+    """The copies that this rank needs to write its part of `writes`.
+
+    `owned`: ids of the tensors that only the steps of watched optimizers change. `gathers`: whether the call gathers
+    what the writer of a file lacks.
+    """
+    moving: dict[int, tuple[Source, ...]] = {}
+    if gathers:
+        for writer in sorted({file.writer for file in writes.files} | {0}):
+            sources = writes.tensors_for(writer).values()
+            lacking = tuple(source for source in sources if source.sharding.is_opaque or moves_to(source, writer))
+            if lacking:
+                moving[writer] = lacking
+    coming = {source.key for source in moving.get(ranks.rank, ())}
+    now: dict[int, Tensor] = {}
+    late: dict[int, Tensor] = {}
+    for key, source in writes.tensors_for(ranks.rank).items():
+        local = None if key in coming else source.local
+        if local is None:
+            continue
+        is_late = source.engine in _IN_PLACE and id(optimizer_parameter(source.live)) in owned
+        (late if is_late else now)[key] = local
+    size_bytes = copies_size([*now.values(), *late.values()])
+    size_bytes += sum(source.size_bytes for source in moving.get(ranks.rank, ()))
+    return SnapshotPlan(now, late, moving, size_bytes)
+
+
+def gather_for_writers(plan: SnapshotPlan, ranks: Ranks) -> dict[int, Tensor]:
+    """The tensors that this rank writes and lacks a part of: whole, by key. Collective."""
+    gathered: dict[int, Tensor] = {}
+    if not plan.gathers:
+        return gathered
+
+    def gather_all() -> None:
+        for writer, sources in plan.gathers.items():
+            by_key = [replace(source, name=str(source.key)) for source in sources]  # names may be equal
+            for key, tensor in gather_tensors(by_key, ranks, writer).items():
+                gathered[int(key)] = tensor
+
+    _, error = ranks.attempt(gather_all)
+    ranks.agree("the copies of save()", error=error)
+    return gathered

@@ -1,0 +1,235 @@
+"""Which rank writes which bytes of a save.
+
+Each rank makes the same plan from the same tensors, without exchanging anything. The executor (`saving.write`) and a
+snapshot (`saving.snapshot`) both follow it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import accumulate, chain
+from math import prod
+
+from ft_ckpt.config import SaverConfig
+from ft_ckpt.distributed.source import Source
+from ft_ckpt.formats.file_io import FilePlan
+from ft_ckpt.formats.registry import format_named
+from ft_ckpt.model.entries import Entry
+from ft_ckpt.saving.files import PartPlan
+from ft_ckpt.saving.plan import SavePlan
+from ft_ckpt.storage.digests import Cut, FileRecord, chunk_of_rank, joined_digest
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.read_ahead import BLOCK_BYTES
+
+MIN_SHARED_BYTES = 32 << 20  # opening the files of a smaller checkpoint on all ranks does not pay
+MIN_RUN_BYTES = 256 << 10  # of a run, where a tensor has several: at 128 KB a gather is as fast
+
+
+class Mode(Enum):
+    """How the ranks share the writing of a save."""
+
+    SHARED = "each rank writes the bytes it holds into every file"
+    SPREAD = "each file has one writer, which gathers its tensors"
+    MAIN = "rank 0 gathers all tensors and writes all files"
+
+
+@dataclass(frozen=True, eq=False)
+class FileWrites:
+    """One file, and the rank that writes each of its bytes."""
+
+    file: FilePlan
+    entries: tuple[Entry, ...]  # in file order
+    cuts: tuple[tuple[Cut, ...] | None, ...]  # of each entry; None: gathered on `writer`; (): no rank has elements
+    ranks: int = 1  # that write
+    writer: int = 0  # of the header, of gaps between tensors, and of what is in no cut
+
+    @property
+    def all_cuts(self) -> tuple[Cut, ...]:
+        return tuple(chain.from_iterable(cuts for cuts in self.cuts if cuts))
+
+    @property
+    def needs_transfer(self) -> bool:
+        """Whether tensors would have to move if rank 0 wrote the whole file."""
+        shardings = [source.sharding for entry in self.entries for source in entry.sources]
+        return any(sharding.is_sharded or sharding.is_opaque for sharding in shardings)
+
+    def by_one(self, writer: int) -> "FileWrites":
+        """The same file, written by one rank."""
+        return replace(self, cuts=(None,) * len(self.entries), ranks=1, writer=writer)
+
+    def bytes_of(self, rank: int) -> int:
+        """The number of bytes that `rank` writes."""
+        in_cuts, of_rank = 0, 0
+        for cut in self.all_cuts:
+            in_cuts += cut.stop - cut.start
+            start, stop = chunk_of_rank(cut, rank) or (0, 0)
+            of_rank += stop - start
+        in_no_cut = self.file.layout.size_bytes - in_cuts
+        return of_rank + (in_no_cut if rank == self.writer else 0)
+
+    def record(self, digests: Sequence[str]) -> FileRecord:
+        """The record of the file that the ranks have written, from the digest of each."""
+        size_bytes = self.file.layout.size_bytes
+        return FileRecord(self.file.path, size_bytes, joined_digest(digests), self.all_cuts, len(digests))
+
+
+@dataclass(frozen=True, eq=False)
+class WritePlan:
+    """Who writes what in one save; equal on all ranks, but for the tensors behind the entries."""
+
+    mode: Mode
+    files: tuple[FileWrites, ...]
+    ties: tuple[tuple[Source, Source], ...]  # pairs that rank 0 compares
+    ranks: int
+
+    def without(self, paths: frozenset[str]) -> "WritePlan":
+        """The plan without some files, which exist already."""
+        return replace(self, files=tuple(writes for writes in self.files if writes.file.path not in paths))
+
+    def by_rank_0(self) -> "WritePlan":
+        """The plan in which rank 0 writes all files."""
+        return replace(self, mode=Mode.MAIN, files=tuple(writes.by_one(0) for writes in self.files))
+
+    def bytes_of(self, rank: int) -> int:
+        """The number of bytes that `rank` writes."""
+        return sum(writes.bytes_of(rank) for writes in self.files)
+
+    def tensors_for(self, rank: int) -> dict[int, Source]:
+        """The tensors that `rank` writes a part of or compares, by key."""
+        tensors: dict[int, Source] = {}
+        if rank == 0 or self.mode is Mode.SHARED:  # a comparison of sharded ties needs the elements of all ranks
+            tensors.update((source.key, source) for pair in self.ties for source in pair)
+        for writes in self.files:
+            if self.mode is not Mode.SHARED and rank != writes.writer:
+                continue
+            for entry, cuts in zip(writes.entries, writes.cuts, strict=True):
+                if _has_part(rank, writes, cuts):
+                    tensors.update((source.key, source) for source in entry.sources)
+        return tensors
+
+    @property
+    def moves_tensors(self) -> bool:
+        """Whether elements that one rank holds may be written by another."""
+        if any(source.sharding.is_opaque for source in self._sources()):
+            return True
+        if self.ranks == 1:
+            return False
+        if self.mode is not Mode.SHARED:
+            return True
+        if any(source.sharding.is_sharded for pair in self.ties for source in pair):
+            return True
+        return any(
+            _is_gathered(entry, cuts)
+            for writes in self.files
+            for entry, cuts in zip(writes.entries, writes.cuts, strict=True)
+        )
+
+    def _sources(self) -> list[Source]:
+        return [source for writes in self.files for entry in writes.entries for source in entry.sources]
+
+
+def plan_writes(plan: SavePlan, target: Place, config: SaverConfig, ranks: int, *, state_dict: bool) -> WritePlan:
+    """The plan for `ranks` ranks which all see the files of `target`.
+
+    `state_dict`: whether rank 0 was given the tensors.
+    """
+    mode = _choose_mode(plan, target, config, ranks, state_dict)
+    shared = divide_files(plan.plans, ranks if mode is Mode.SHARED else 1)
+    if mode is Mode.SHARED:
+        in_cuts = sum(cut.stop - cut.start for writes in shared for cut in writes.all_cuts)
+        if config.each_rank_writes == "on" or in_cuts >= MIN_SHARED_BYTES:
+            return WritePlan(mode, tuple(shared), plan.ties_to_check, ranks)
+        mode = Mode.MAIN
+    writers = [0] * len(shared)
+    if mode is Mode.SPREAD:
+        writers = assign_writers([writes.file for writes in shared], ranks)
+    files = tuple(writes.by_one(writer) for writes, writer in zip(shared, writers, strict=True))
+    return WritePlan(mode if any(writers) else Mode.MAIN, files, plan.ties_to_check, ranks)
+
+
+def divide_files(plans: Sequence[PartPlan], ranks: int) -> list[FileWrites]:
+    """All files of `plans`, each divided between all ranks."""
+    divided = []
+    for plan in plans:
+        entries = {entry.name: entry for entry in plan.part.entries}
+        for file in plan.files:
+            ordered = tuple(entries[spec.name] for spec in file.layout.specs)
+            step = -(-file.layout.size_bytes // ranks)
+            step += -step % BLOCK_BYTES  # so that no disk block has two writers
+            cuts = tuple(
+                _tensor_cuts(entry, start, step) for entry, start in zip(ordered, file.layout.starts, strict=True)
+            )
+            divided.append(FileWrites(file, ordered, cuts, ranks))
+    return divided
+
+
+def assign_writers(files: Sequence[FilePlan], ranks: int) -> list[int]:
+    """The rank that writes each file, if each has one writer: largest file first, balanced by bytes.
+
+    Fewer files than ranks are spread over all ranks, because neighbouring ranks are on one machine.
+    """
+    count = min(len(files), ranks)
+    loads, writers = [0] * count, [0] * len(files)
+    for number in sorted(range(len(files)), key=lambda number: -files[number].layout.size_bytes):
+        slot = loads.index(min(loads))
+        loads[slot] += files[number].layout.size_bytes
+        writers[number] = slot * ranks // count
+    return writers
+
+
+def _choose_mode(plan: SavePlan, target: Place, config: SaverConfig, ranks: int, state_dict: bool) -> Mode:
+    if ranks == 1 or state_dict or config.each_rank_writes == "off":
+        return Mode.MAIN
+    if isinstance(target.folder, LocalStore):
+        is_plain = all(format_named(part.format).is_plain for part in plan.plans)
+        can_share = is_plain and config.compression is None and config.nonfinite != "raise"
+        return Mode.SHARED if can_share else Mode.MAIN
+    size_bytes = sum(part.size_bytes for part in plan.plans)
+    pays = config.each_rank_writes == "on" or size_bytes >= MIN_SHARED_BYTES
+    return Mode.SPREAD if plan.is_spread and pays else Mode.MAIN
+
+
+def _has_part(rank: int, writes: FileWrites, cuts: tuple[Cut, ...] | None) -> bool:
+    """Whether `rank` writes a part of the tensor with these cuts."""
+    if cuts is None:
+        return rank == writes.writer
+    return any(chunk_of_rank(cut, rank) for cut in cuts)
+
+
+def _is_gathered(entry: Entry, cuts: tuple[Cut, ...] | None) -> bool:
+    """Whether elements of the stored tensor must move to the writer of its file."""
+    if not prod(entry.shape):
+        return False
+    if entry.group is not None:
+        return True
+    return cuts is None and entry.source is not None and entry.source.sharding.is_sharded
+
+
+def _tensor_cuts(entry: Entry, start: int, step: int) -> tuple[Cut, ...] | None:
+    """The cuts of one tensor at `start`; None if it must be gathered. `step` is each rank's share of a replicated one.
+
+    The result is None on all ranks or on none, in every group of replicas.
+    """
+    source, item, numel = entry.source, entry.dtype.itemsize, prod(entry.shape)
+    if source is None or source.sharding.is_opaque or not numel:
+        return None
+    stop, sharding = start + numel * item, source.sharding
+    if not sharding.is_sharded:
+        if not sharding.is_replicated or start % item:
+            return None
+        return (Cut(start, stop, step, step - start % step, start // step),)
+    runs = sharding.runs
+    if not runs or (source.shape != entry.shape and source.numel != numel):
+        return None
+    if len(runs) > 1 and min(run.chunk for run in runs) * item < MIN_RUN_BYTES:
+        return None
+    if not sharding.owners:
+        return ()
+    if len(runs) == 1:
+        return (Cut(start, stop, runs[0].chunk * item, runs[0].lead * item, runs[0].owner),)
+    cuts = []
+    starts = accumulate((run.numel * item for run in runs), initial=start)
+    for low, run in zip(starts, runs, strict=False):
+        cuts.append(Cut(low, low + run.numel * item, run.chunk * item, run.lead * item, run.owner))
+    return tuple(cuts)
