@@ -28,9 +28,12 @@ from ft_ckpt.model.entries import Merged, merge_choice
 from ft_ckpt.model.parts import Attribute, check_model, is_of_adapters, model_inside
 from ft_ckpt.saving.background import PendingSave, SaveRunner, as_in_training
 from ft_ckpt.saving.follow_up import SaveHook, make_follow_up
-from ft_ckpt.saving.plan import SaveRequest, check_companions, library_versions, live_logits, request_of
+from ft_ckpt.saving.logits import live_logits
 from ft_ckpt.saving.report import SaveReport
+from ft_ckpt.saving.request import SaveRequest, request_of
 from ft_ckpt.saving.run_saves import RunSaves
+from ft_ckpt.saving.save_manifest import library_versions
+from ft_ckpt.saving.sidecars import check_companions
 from ft_ckpt.storage.place import Place, location_name, shown_location
 from ft_ckpt.training import triggers
 from ft_ckpt.training.arguments import (

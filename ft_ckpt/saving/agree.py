@@ -14,7 +14,8 @@ from ft_ckpt.errors import RanksDisagreeError
 from ft_ckpt.messages import warn
 from ft_ckpt.model.parts import kind_of
 from ft_ckpt.saving import replicas
-from ft_ckpt.saving.plan import BaseSamples, SaveRequest
+from ft_ckpt.saving.plan import BaseSamples
+from ft_ckpt.saving.request import SaveRequest
 from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.saving.stage import StagedSave
 from ft_ckpt.storage.local_store import LocalStore

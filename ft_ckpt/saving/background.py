@@ -28,8 +28,9 @@ from ft_ckpt.model.conversion import load_conversion_table
 from ft_ckpt.saving.agree import agree_on_plan
 from ft_ckpt.saving.execute import PreparedSave, run_save
 from ft_ckpt.saving.follow_up import AfterSave, yield_to_training
-from ft_ckpt.saving.plan import SaveRequest, plan_save
+from ft_ckpt.saving.plan import plan_save
 from ft_ckpt.saving.report import SaveReport
+from ft_ckpt.saving.request import SaveRequest
 from ft_ckpt.saving.shared_folders import SharedFolders
 from ft_ckpt.saving.snapshot import (
     Snapshot,

@@ -23,10 +23,12 @@ from ft_ckpt.model.parts import kind_of
 from ft_ckpt.saving import replicas
 from ft_ckpt.saving.agree import AgreedSave, agree_on_plan
 from ft_ckpt.saving.files import check_written_files
-from ft_ckpt.saving.plan import SavePlan, SaveRequest, manifest_of, plan_save
+from ft_ckpt.saving.plan import SavePlan, plan_save
 from ft_ckpt.saving.regions import SourceView, live
 from ft_ckpt.saving.report import SaveReport
+from ft_ckpt.saving.request import SaveRequest
 from ft_ckpt.saving.reuse_frozen import equal_files, frozen_files, place_equal_files
+from ft_ckpt.saving.save_manifest import manifest_of
 from ft_ckpt.saving.shared_folders import SharedFolders
 from ft_ckpt.saving.stage import StagedSave, prepare_stage
 from ft_ckpt.saving.write import store_of_rank, where_all_see, write_tensors, written_records

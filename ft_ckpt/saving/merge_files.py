@@ -32,7 +32,8 @@ from ft_ckpt.model.folder import JoinedFile, WeightsFolder, join_weight_files, w
 from ft_ckpt.model.libraries import is_config_of_diffusers
 from ft_ckpt.model.mapped_model import FileModel, is_quantised_folder, model_on_files
 from ft_ckpt.saving.execute import run_save
-from ft_ckpt.saving.plan import SaveRequest, live_logits, request_of
+from ft_ckpt.saving.logits import live_logits
+from ft_ckpt.saving.request import SaveRequest, request_of
 from ft_ckpt.saving.shared_folders import SharedFolders
 from ft_ckpt.storage.place import Place, open_place, source_mode
 from ft_ckpt.storage.scratch import local_folder

@@ -24,9 +24,10 @@ from ft_ckpt.model.parts import is_adapter_run
 from ft_ckpt.saving.agree import report_differences
 from ft_ckpt.saving.background import PendingSave, SaveRunner, as_in_training
 from ft_ckpt.saving.follow_up import AfterSave, FollowUp
-from ft_ckpt.saving.plan import library_versions, request_of
 from ft_ckpt.saving.replicas import describe_differences, differing_settings
 from ft_ckpt.saving.report import SaveReport
+from ft_ckpt.saving.request import request_of
+from ft_ckpt.saving.save_manifest import library_versions
 from ft_ckpt.schedule import LoggedSave, append_save
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place

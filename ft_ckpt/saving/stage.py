@@ -8,8 +8,10 @@ from ft_ckpt.checkpoint.staging import Staging
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.saving import reuse_frozen
-from ft_ckpt.saving.plan import SavePlan, SaveRequest, check_configs
+from ft_ckpt.saving.plan import SavePlan
+from ft_ckpt.saving.request import SaveRequest
 from ft_ckpt.saving.reuse_frozen import Offer
+from ft_ckpt.saving.sidecars import check_configs
 from ft_ckpt.storage.digests import FileRecord, record_of
 from ft_ckpt.storage.read_ahead import BLOCK_BYTES
 from ft_ckpt.storage.writer import WriteTuning, tuning_for
@@ -47,7 +49,7 @@ def prepare_stage(
     if not ranks.is_main:
         return StagedSave(plan)
     contents = sorted(plan.companions.contents().items())
-    notes = check_configs(plan, request)
+    notes = check_configs(plan.plans, plan.companions, request)
     stage = staging.open_staging_at(
         request.target,
         saver_tuning(config).direct_bytes,

@@ -19,7 +19,8 @@ from transformers import LlamaForCausalLM
 from ft_ckpt import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.saving.agree import _describe_save
-from ft_ckpt.saving.plan import plan_save, request_of
+from ft_ckpt.saving.plan import plan_save
+from ft_ckpt.saving.request import request_of
 from ft_ckpt.saving.stage import StagedSave
 from ft_ckpt.saving.write_plan import FileWrites, divide_files
 from ft_ckpt.storage.digests import chunk_of_rank

@@ -30,7 +30,8 @@ from tuning import blocks_of
 from ft_ckpt import CheckpointSaver, SaverConfig
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.saving.agree import agree_on_plan
-from ft_ckpt.saving.plan import SaveRequest, plan_save, request_of
+from ft_ckpt.saving.plan import plan_save
+from ft_ckpt.saving.request import SaveRequest, request_of
 from ft_ckpt.saving.shared_folders import all_ranks_see
 from ft_ckpt.saving.stage import StagedSave
 from ft_ckpt.storage.local_store import LocalStore

@@ -1,0 +1,142 @@
+"""The sidecar files of a checkpoint: config, generation config, tokenizer, adapter settings, the caller's files."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from torch import nn
+
+from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE, MANIFEST_NAME, BaseRecord
+from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.wrappers import user_class
+from ft_ckpt.errors import ConfigError
+from ft_ckpt.model import companions
+from ft_ckpt.model.base_model import record_of_base
+from ft_ckpt.model.config_check import check_config
+from ft_ckpt.model.diffusers import is_diffusers, write_config
+from ft_ckpt.model.entries import Part, main_dtype
+from ft_ckpt.model.settings import EXTRA_FILE, SETTINGS_FILES
+from ft_ckpt.saving.files import PartPlan
+from ft_ckpt.saving.request import SaveRequest
+from ft_ckpt.storage.scratch import files_made_by
+from ft_ckpt.storage.store import is_inside
+from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER, Document
+
+
+@dataclass(frozen=True, eq=False)
+class Companions:
+    """The sidecar files of a checkpoint, on rank 0: taken at one moment, independent of later changes to the model."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)  # by path in the checkpoint
+    bases: Mapping[str, BaseRecord] = field(default_factory=dict)  # of adapters, by part name
+    classes: Mapping[str, str] = field(default_factory=dict)  # class names of the modules, by part name
+    document: Document = field(default_factory=dict)  # the state of a run
+    notes: tuple[str, ...] = ()  # on the tokenizer
+
+    def contents(self) -> dict[str, bytes]:
+        """All files by path; the document is encoded here, because planning still changes it."""
+        text = json.dumps(self.document, separators=(",", ":")).encode()
+        return {**self.files, **({f"{FOLDER}/{DOCUMENT_NAME}": text} if self.document else {})}
+
+
+def companions_of(request: SaveRequest, plans: Sequence[PartPlan], document: Document, ranks: Ranks) -> Companions:
+    """The sidecar files of the live objects as they are now; empty on ranks other than 0.
+
+    `document` is the state of a run. Raises CompanionError when tokenizer, config and model do not fit, ConfigError for
+    extra files outside the folder.
+    """
+    if not ranks.is_main:
+        return Companions()
+    reserved = {MANIFEST_NAME, f"{FOLDER}/{DOCUMENT_NAME}"}
+    for plan in plans:
+        reserved.add(plan.index_path)
+        reserved.update(file.path for file in plan.files)
+    extras = _encode_extra_files(request.extra_files, reserved)
+    described = [plan.part for plan in plans if plan.part.kind in ("model", "adapter")]
+    notes: list[str] = []
+    for part in described:
+        notes += check_companions(part.module, request.tokenizer, request.chat_template_name)
+    parts = [plan.part for plan in plans if plan.part.kind != "state"]
+    bases = {part.name: record_of_base(part) for part in parts if part.kind == "adapter"}
+    files: dict[str, bytes] = {}
+    for part in parts:
+        contents = files_made_by(partial(_write_companions, part=part, request=request, base=bases.get(part.name)))
+        files |= _placed_in(part, contents)
+    if request.tokenizer is not None and described:
+        contents = files_made_by(partial(companions.write_tokenizer, tokenizer=request.tokenizer))
+        for part in described:
+            files |= _placed_in(part, contents)
+        notes += companions.notes_on_classes(request.tokenizer)
+    classes = {}
+    for plan in plans:
+        module, extra = plan.part.module, plan.part.extra
+        classes[plan.part.name] = "" if module is None else user_class(type(module)).__name__
+        if extra is not None:
+            files[path_in(plan.part, EXTRA_FILE)] = extra.encode()
+        if plan.index is not None:
+            files[plan.index_path] = plan.index.encode()
+    return Companions({**files, **extras}, bases, classes, document, tuple(notes))
+
+
+def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str | None) -> tuple[str, ...]:
+    """Notes on a tokenizer that does not fit the module in all.
+
+    Raises CompanionError when the tokenizer, or generation settings made from it, do not fit.
+    """
+    if chat_template_name is not None:
+        companions.generation_config(module, tokenizer, chat_template_name)
+    has_tokens = hasattr(module, "config") and tokenizer is not None
+    return companions.check_tokenizer(module, tokenizer) if has_tokens else ()
+
+
+def _write_companions(folder: Path, part: Part, request: SaveRequest, base: BaseRecord | None) -> None:
+    if part.kind == "model" and is_diffusers(part.module):
+        write_config(folder, part)
+    elif part.kind == "model":
+        generation = companions.generation_config(part.module, request.tokenizer, request.chat_template_name)
+        companions.write_model(folder, part.module, dtype=main_dtype(part), generation=generation)
+    elif base is not None:
+        how: dict[str, Any] = {"base": base, "beside": part.beside, "base_id": request.base_id}
+        how["library"] = "diffusers" if part.file == DIFFUSERS_LORA_FILE else "peft"
+        companions.write_adapter(folder, part.module, str(part.adapter), **how)
+
+
+def path_in(part: Part, name: str) -> str:
+    """The path in the checkpoint of the file `name` in the folder of the part."""
+    return PurePosixPath(part.path, name).as_posix()
+
+
+def _placed_in(part: Part, contents: Mapping[str, bytes]) -> dict[str, bytes]:
+    return {path_in(part, name): content for name, content in contents.items()}
+
+
+def _encode_extra_files(files: Mapping[str, str | bytes], reserved: set[str]) -> dict[str, bytes]:
+    """The contents of the caller's files. Raises ConfigError for `reserved` names, which are the checkpoint's."""
+    outside = [f"{path}" if isinstance(path, str) else repr(path) for path in files if not is_inside(path)]
+    if outside:
+        raise ConfigError(f"extra_files: {', '.join(outside)}: expected plain paths inside the checkpoint")
+    refused = sorted(reserved & files.keys())
+    if refused:
+        raise ConfigError(f"extra_files: {', '.join(refused)}: a file of the checkpoint itself; choose another name")
+    kinds = (str, bytes, bytearray, memoryview)
+    wrong = [path for path, content in files.items() if not isinstance(content, kinds)]
+    if wrong:
+        raise ConfigError(f"extra_files: {', '.join(wrong)}: expected text or bytes")
+    return {path: content.encode() if isinstance(content, str) else bytes(content) for path, content in files.items()}
+
+
+def check_configs(plans: Sequence[PartPlan], sidecars: Companions, request: SaveRequest) -> tuple[str, ...]:
+    """Notes on the tokenizer, and on transformers models of the plans that `from_pretrained` would not load; on rank 0.
+
+    Raises CompanionError for one that its config does not describe.
+    """
+    is_run = request.captured is not None and request.captured.state is not None
+    notes = [*sidecars.notes]
+    for plan in plans:
+        if plan.part.tensors:
+            config = sidecars.files[path_in(plan.part, SETTINGS_FILES["model"])]
+            notes += check_config(plan.part, config.decode(), is_run=is_run)
+    return tuple(notes)
