@@ -14,7 +14,7 @@ from compare import raw
 import ft_ckpt
 from ft_ckpt import devices, load_model
 from ft_ckpt.formats import file_io
-from ft_ckpt.saving import background
+from ft_ckpt.saving import snapshot
 
 
 @harness.named
@@ -118,7 +118,7 @@ def nobody_keeps_blocks(folder: Path) -> None:
 def nobody_marks_the_moment(folder: Path) -> None:
     """Likewise: a stream that does not begin after the moment of the call copies older values."""
     model, _, saver = run_of(Large(), folder, background=True)
-    with replaced(background, record_moment=lambda where: devices.Moment(where, None)), saver:
+    with replaced(snapshot, record_moment=lambda where: devices.Moment(where, None)), saver:
         with torch.no_grad():
             model.table += 1
         saver.save_state(path=folder / "wrong").result(60)
