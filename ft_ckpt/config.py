@@ -96,7 +96,7 @@ class SaverConfig:
     """Inference servers to update after each save: a URL, a list, or a dict of fields of `ServerOptions`. See
     docs/publish.md."""
     verify_resume: bool = True
-    """Compare the digests of all files on a resume, most of them while they are read."""
+    """Compare the digests of all files on a resume, before anything is overwritten."""
 
     if TYPE_CHECKING:  # the constructor accepts more than the fields hold: a number for `every`, a torch type
 

@@ -393,7 +393,6 @@ class CheckpointSaver(Generic[SaveResult]):
         there is a schedule and the step was not saved.
         """
         check_loop(loader, epochs)
-        self._run.refuse_half_restored()
         feed = self.place_in(loader, replay)
         self._epochs = epochs or self._epochs
         is_done = epochs is not None and feed.epoch >= epochs and self._run.resumed_from is not None
@@ -545,15 +544,14 @@ class CheckpointSaver(Generic[SaveResult]):
         checkpoints continues as a new run, which may replace the later checkpoints.
 
         Raises LoadError when something was not restored, NotACheckpointError when there is none to resume from,
-        CorruptError naming damaged files and the newest whole checkpoint, RankError when another rank failed. If parts
-        of the run were overwritten by then, `step`, `remaining` and saves raise LoadError until a resume succeeds.
+        CorruptError naming damaged files and the newest whole checkpoint, RankError when another rank failed.
+        Nothing is overwritten before all files and items are compared.
         """
         self._pending.wait_for_save()
         self._saves.take_lease()
         self.register(**objects)
-        late = not (self._run.has_begun or allow)  # items that may stay unrestored must not get data of damaged files
         mode, verify = parse_mode(checkpoint), self.config.verify_resume
-        wanted = Wanted(mode, self._places, self.config.client_options, verify, late)
+        wanted = Wanted(mode, self._places, self.config.client_options, verify)
         resume_run(self._run, wanted, self._current_ranks(), allow, library_versions())
         self._saves.upload_leftovers()
         self._saves.publish_resumed()

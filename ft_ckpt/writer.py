@@ -38,7 +38,6 @@ from ft_ckpt.storage import locks
 from ft_ckpt.storage.digests import FileRecord, read_record, record_of
 from ft_ckpt.storage.local_store import LocalStore, make_like
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.proofs import prove_sources
 from ft_ckpt.storage.scratch import copy_object
 from ft_ckpt.storage.store import Store, is_inside
 
@@ -179,6 +178,7 @@ class Writer:
                 raise WriterError(f"{held.location}: another checkpoint than the one that the trainer continues from")
             parts = parts_of(held.manifest)
             names = self._mine(list(parts), rule)
+            held.refuse_damaged({f"{PARTS}/{name}/{file.path}" for name in names for file in parts[name]})
             states = {
                 name: load(Place(held.store, f"{PARTS}/{name}/{STATE_FILE}"), map_location="cpu", mapped=False)
                 for name in names
@@ -194,7 +194,6 @@ class Writer:
                 target = _copy_out(held.store, f"{PARTS}/{name}", path, Path(str(folder), name))
                 undo.callback(target.unlink, missing_ok=True)
                 copied[name] += (target,)
-            prove_sources()
             undo.pop_all()
             return Part(held.location, held.manifest.step, states, copied)
 

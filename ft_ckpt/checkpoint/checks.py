@@ -1,10 +1,9 @@
 """Compares the files of a checkpoint with its manifest. Reads only; needs no torch."""
 
 import json
-import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -24,17 +23,13 @@ from ft_ckpt.storage.digests import (
     SMALL_BYTES,
     FileRecord,
     PassingProblem,
-    digest_of_open,
-    digest_problem,
     read_record,
     size_problem,
-    unread_problem,
 )
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.store import Readable, Store, Stored, etag_of, read_text
+from ft_ckpt.storage.store import Store, Stored, etag_of, read_text
+from ft_ckpt.storage.verify_files import digest_problems
 
-Digester = Callable[[Readable, FileRecord], str]
-_WORTH_THREADS_BYTES = 8 << 20
 PAUSES_SECONDS = (0.2, 1.0)  # before each retry of a read that the system refused
 _T = TypeVar("_T")
 
@@ -96,12 +91,11 @@ def look_again(look: Callable[[], _T], is_passing: Callable[[_T], bool]) -> _T:
 
 
 def checkpoint_problems(
-    store: Store, manifest: Manifest, *, deep: bool, digest: Digester = digest_of_open, late: Collection[str] = ()
+    store: Store, manifest: Manifest, *, deep: bool, left_out: Collection[str] = ()
 ) -> Iterator[str]:
     """Every problem that `catalog.verify` reports, a line each.
 
-    `digest` computes the digest of an open file, in any thread. The digests of the files `late`, and of hard links to
-    them, are left to their readers.
+    The digests of small files are always compared, `deep`: those of all files but `left_out` and hard links to these.
     """
     folders = {str(PurePosixPath(file.path).parent) for file in manifest.files}
     listings = (store.list_folder("" if folder == "." else folder) for folder in folders)
@@ -114,15 +108,26 @@ def checkpoint_problems(
     yield from _tensor_problems(store, manifest, {file.path for file in sound})
     for part in manifest.parts:
         yield from _part_index_problems(store, part, {file.path for file in sound})
-    later = {file.digest: file.path for file in sound if file.path in late}
+    hashed = [file for file in sound if deep or _is_small(file) or _is_other(file, listed.get(file.path))]
+    if left_out:
+        linked = {file_key(store, name) for name in left_out}
+        hashed = [file for file in hashed if file_key(store, file.path) not in linked]
+    yield from digest_problems(store, distinct_files(store, hashed))
 
-    def is_late(file: FileRecord) -> bool:  # itself, or by another name of the same file
-        other = later.get(file.digest)
-        return file.path in late or (other is not None and file_key(store, file.path) == file_key(store, other))
 
-    now = (file for file in sound if not is_late(file))
-    hashed = (file for file in now if deep or file.size_bytes < SMALL_BYTES or _is_other(file, listed.get(file.path)))
-    yield from _digest_problems(store, list(hashed), digest)
+def large_files(store: Store, manifest: Manifest) -> list[FileRecord]:
+    """The files whose digests are not compared whenever the checkpoint is opened; one of several hard links."""
+    return distinct_files(store, [file for file in manifest.files if not _is_small(file)])
+
+
+def _is_small(file: FileRecord) -> bool:
+    return file.size_bytes < SMALL_BYTES
+
+
+def distinct_files(store: Store, files: Iterable[FileRecord]) -> list[FileRecord]:
+    """The files without further hard links to one with the same digest."""
+    by_content = {(file.digest, file_key(store, file.path)): file for file in reversed([*files])}
+    return [*reversed(by_content.values())]
 
 
 def replaced_problems(store: Store, manifest: Manifest, listed: Mapping[str, Stored]) -> list[str]:
@@ -130,13 +135,13 @@ def replaced_problems(store: Store, manifest: Manifest, listed: Mapping[str, Sto
 
     A copy made by another tool is not a problem: it is another version of the same bytes.
     """
-    return list(_digest_problems(store, [file for file in manifest.files if _is_other(file, listed.get(file.path))]))
+    return digest_problems(store, [file for file in manifest.files if _is_other(file, listed.get(file.path))])
 
 
 def file_problems(store: Store, file: FileRecord) -> list[str]:
     """A line if the size or the digest of the file differs from its record."""
     wrong = _size_problem(store, file, None)
-    return [wrong] if wrong else list(_digest_problems(store, [file]))
+    return [wrong] if wrong else digest_problems(store, [file])
 
 
 def stored_bytes(store: Store, manifest: Manifest) -> int:
@@ -265,26 +270,6 @@ def _indexed_files(store: Store, index: str, folder: str) -> dict[str, str]:
         raise
     except (AttributeError, CheckpointError, KeyError, OSError, RecursionError, TypeError, ValueError):
         return {}
-
-
-def _digest_problems(store: Store, files: Sequence[FileRecord], digest: Digester = digest_of_open) -> Iterator[str]:
-    if sum(file.size_bytes for file in files) < _WORTH_THREADS_BYTES:
-        found = [_digest_problem(store, file, digest) for file in files]
-    else:
-        from concurrent.futures import ThreadPoolExecutor  # lazily: `ft-ckpt ls` does not need it
-
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading release the GIL
-            found = list(pool.map(lambda file: _digest_problem(store, file, digest), files))
-    yield from filter(None, found)
-
-
-def _digest_problem(store: Store, file: FileRecord, digest: Digester) -> str | None:
-    """The difference between a file and its recorded digest, or the reason why it could not be read; None if equal."""
-    try:
-        with closing(store.open(file.path)) as opened:
-            return digest_problem(file, digest(opened, file))
-    except CorruptError as error:
-        return unread_problem(file.path, error)
 
 
 def _tensor_fact(entry: tuple[str, tuple[int, ...], int, int]) -> str:

@@ -131,7 +131,7 @@ def _infos_in(run: Place, on_problem: Callable[[CheckpointError], object]) -> li
 
 def _enter_whole(lease: ExitStack, info: CheckpointInfo) -> None:
     """Lease the checkpoint. Raises CorruptError if its files are missing or truncated."""
-    opened = lease.enter_context(open_checkpoint(info.place, compares=False))
+    opened = lease.enter_context(open_checkpoint(info.place))
     problems = opened.find_problems(deep=False)
     if problems:
         lease.close()

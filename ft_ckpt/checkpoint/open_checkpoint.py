@@ -8,15 +8,22 @@ listed instead: each object is read in the listed version, or not at all.
 import hashlib
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
 from pathlib import Path
 
 from ft_ckpt.checkpoint.catalog import load_manifest, manifest_text, parse_manifest
-from ft_ckpt.checkpoint.checks import checkpoint_problems, misleading_files, replaced_problems, with_current_cards
+from ft_ckpt.checkpoint.checks import (
+    checkpoint_problems,
+    distinct_files,
+    may_pass,
+    misleading_files,
+    replaced_problems,
+    with_current_cards,
+)
 from ft_ckpt.checkpoint.contents import why_no_checkpoint
+from ft_ckpt.checkpoint.delete import without_state
 from ft_ckpt.checkpoint.guards import hold_lease, is_mark, settled_list
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.errors import (
@@ -24,19 +31,19 @@ from ft_ckpt.errors import (
     CorruptError,
     ManifestError,
     NotACheckpointError,
+    UnreadableError,
     damaged_input,
     explained,
     listing,
 )
 from ft_ckpt.messages import printable
-from ft_ckpt.storage.digests import FileRecord, digest_of_open
+from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.frozen_view import ListedStore
-from ft_ckpt.storage.kept_store import KeptStore, keeping_digest
 from ft_ckpt.storage.local_disk import regular_descriptor
 from ft_ckpt.storage.local_store import LocalStore, folder_of, temporary_store
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.proofs import FileProof, SourceFolder, SourceProof, proving
 from ft_ckpt.storage.store import Store
+from ft_ckpt.storage.verify_files import digest_problems
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _MOST_TRIES = 10  # to list a checkpoint that is being replaced
@@ -69,77 +76,58 @@ class OpenCheckpoint:
         """The local folder with links to its open files."""
         return folder_of(self.store)
 
-    @cached_property
-    def tensor_files(self) -> frozenset[str]:
-        return frozenset(tensor.file for part in self.manifest.parts for tensor in part.tensors)
-
-    def late_proofs(self) -> list[FileProof]:
-        """The pending digest comparisons of the tensor files, for the readers of these files."""
-        files = (file for file in self.manifest.files if file.path in self.tensor_files)
-        return [FileProof(file, partial(self.store.open, file.path), range(file.ranks)) for file in files]
-
-    def find_problems(
-        self, deep: bool, keep: Iterable[str] = (), own: bool = False, late: Collection[str] = ()
-    ) -> tuple[str, ...]:
+    def find_problems(self, deep: bool, left_out: Collection[str] = ()) -> tuple[str, ...]:
         """The problems of the open files, as `catalog.verify` reports them, and of files beside them.
 
-        The digests of the files `late` are not compared yet, see `late_proofs`. Large files among `keep` stay in memory
-        for later reads: those in the page cache as the mapping that was digested; with `own`, others in private memory,
-        if there is enough.
+        `deep`: the digests of all files but `left_out` are compared, not those of small files alone.
         """
-        kept = self.store if deep and isinstance(self.store, KeptStore) else None
-        digest = digest_of_open if kept is None else keeping_digest(kept, frozenset(keep), own)
-        found = tuple(checkpoint_problems(self.store, self.manifest, deep=deep, digest=digest, late=late))
+        found = tuple(checkpoint_problems(self.store, self.manifest, deep=deep, left_out=left_out))
         if not isinstance(self.origin, LocalStore):
             return found  # the listing contains the files beside it
         where = "not of this checkpoint, and readers would take it for its weights; move it away"
         beside = (f"{name}: {where}" for name in misleading_files(self.origin, self.manifest))
         return (*found, *beside)
 
-    def free_memory(self) -> None:
-        """Free the memory of files that `find_problems` kept, before they are read by path."""
-        if isinstance(self.store, KeptStore):
-            self.store.kept.clear()
+    def refuse_damaged(self, paths: Collection[str] | None = None) -> None:
+        """Compare the digests of the files `paths` (None: of all), before anything of them is used.
+
+        Raises CorruptError naming the damaged ones, UnreadableError if all of them may be whole.
+        """
+        files = [file for file in self.manifest.files if paths is None or file.path in paths]
+        problems = digest_problems(self.store, distinct_files(self.store, files))
+        if not problems:
+            return
+        told = listing([type(problem)(f"{self.location}: {problem}") for problem in problems])
+        if may_pass(problems):
+            raise UnreadableError(f"{told}; try again")
+        raise CorruptError(f"{told}; use another checkpoint")
 
 
 @contextmanager
-def open_checkpoint(place: str | os.PathLike[str] | Place, *, compares: bool = True) -> Iterator[OpenCheckpoint]:
+def open_checkpoint(place: str | os.PathLike[str] | Place) -> Iterator[OpenCheckpoint]:
     """The checkpoint at `place`, with its files open and a lease against deletion while the block runs.
 
-    Bytes read in its `store` are compared with the digests in its manifest, see `proofs`: small files when they are
-    opened, all others at each commit and at the end of the block. With `compares=False` the caller does that.
+    Its digests are compared by `find_problems` or `refuse_damaged`, which callers use before anything of its files.
 
     A missing file raises MissingError when it is read. Raises NotACheckpointError or ManifestError as `load_manifest`;
-    CorruptError when a file that was read is damaged, an object is not the committed one, a file cannot be opened or is
-    not a regular file, or (outside Linux, where open files have no paths) the checkpoint was replaced meanwhile.
+    CorruptError when an object is not the committed one, a file cannot be opened or is not a regular file, or (outside
+    Linux, where open files have no paths) the checkpoint was replaced meanwhile.
     """
     store = open_place(place).folder
     if not isinstance(store, LocalStore):
-        with ExitStack() as stack, _proved(_open_listed(store, stack), compares) as listed:
-            yield listed
+        with ExitStack() as stack:
+            yield _open_listed(store, stack)
         return
     path = store.folder.absolute()
     with hold_lease(path), ExitStack() as stack:
         while (held := _open_local(path, stack)) is None:  # replaced meanwhile
             stack.close()
         try:
-            with _proved(held, compares) as proved:
-                yield proved
+            yield held
         except CheckpointError as error:
             links, found = str(held.folder), printable(str(held.path))
             error.args = tuple(arg.replace(links, found) if isinstance(arg, str) else arg for arg in error.args)
             raise
-
-
-@contextmanager
-def _proved(held: OpenCheckpoint, compares: bool) -> Iterator[OpenCheckpoint]:
-    store = held.store
-    if not (compares and isinstance(store, (SourceFolder, ListedStore))):
-        yield held
-        return
-    proof = SourceProof(store, held.manifest.files)
-    with proving(proof):
-        yield replace(held, store=replace(store, proof=proof))
 
 
 def checkpoint_around(place: Place) -> tuple[Store, str] | None:
@@ -152,9 +140,10 @@ def checkpoint_around(place: Place) -> tuple[Store, str] | None:
 def hold_open(path: str | os.PathLike[str] | Place, *, compares: bool = True) -> Iterator[Place]:
     """Yield the place to read the file or folder `path` from.
 
-    The checkpoint of ours that is or contains it is opened; the result is then among its open files, which are compared
-    as for `open_checkpoint`. A file that the checkpoint does not list, and anything outside of checkpoints of ours, is
-    read in place. Raises what `open_checkpoint` does.
+    The checkpoint of ours that is or contains it is opened; the result is then among its open files. With `compares`,
+    the digests of this file, or of all files in this folder but training state, are compared first. A file that the
+    checkpoint does not list, and anything outside of checkpoints of ours, is read in place. Raises what
+    `open_checkpoint` does, and CorruptError for damaged files.
     """
     place = open_place(path)
     found = checkpoint_around(place)
@@ -162,9 +151,18 @@ def hold_open(path: str | os.PathLike[str] | Place, *, compares: bool = True) ->
         yield place
         return
     root, name = found
-    with open_checkpoint(Place(root), compares=compares) as held:
+    with open_checkpoint(Place(root)) as held:
         inside = Place(held.store, name)
+        if compares:
+            held.refuse_damaged(files_in(held.manifest, name))
         yield inside if inside.exists else place
+
+
+def files_in(manifest: Manifest, name: str) -> set[str]:
+    """The file `name`, or the files in the folder `name` but training state; of a folder of training state, all."""
+    begin = f"{name}/" if name else ""
+    inside = {file.path for file in manifest.files if f"{file.path}/".startswith(begin)}
+    return inside & {file.path for file in without_state(manifest).files} or inside
 
 
 def _open_listed(store: Store, stack: ExitStack) -> OpenCheckpoint:
@@ -209,8 +207,7 @@ def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
 
         stack.callback(refuse_replaced)
         folder = path
-    opened_store = KeptStore(folder)
-    stack.callback(opened_store.kept.clear)
+    opened_store = LocalStore(folder)
     manifest, _ = with_current_cards(opened_store, manifest)
     return OpenCheckpoint(store, opened_store, manifest, text_identity(text.encode()))
 

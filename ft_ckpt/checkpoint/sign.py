@@ -34,9 +34,9 @@ def sign(
     """
     place = open_place(path)
     folder = folder_of(place.folder)
-    with open_checkpoint(place, compares=False) as held:
+    with open_checkpoint(place) as held:
         known = {file.path for file in held.manifest.files if file.sha256}
-        if problems := held.find_problems(deep=True, late=known):
+        if problems := held.find_problems(deep=True, left_out=known):
             raise CorruptError(f"{folder}: {listing(list(problems))}; not signed, use another checkpoint")
         if unlisted := unlisted_files(folder, held.manifest):
             raise CorruptError(

@@ -24,7 +24,6 @@ from ft_ckpt.errors import CorruptError, NameTakenError, TargetError, listing
 from ft_ckpt.storage.digests import SMALL_BYTES, FileRecord, read_record
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.proofs import prove_sources
 from ft_ckpt.storage.read_ahead import BLOCK_BYTES
 from ft_ckpt.storage.store import Store, Stored
 
@@ -46,10 +45,7 @@ class Staging(Protocol):
         ...
 
     def commit(self, manifest: Manifest) -> None:
-        """Make the files the checkpoint, durably, or change nothing; raises as `commit.commit_stage` does.
-
-        Raises CorruptError if they were made of damaged checkpoints, see `proofs`.
-        """
+        """Make the files the checkpoint, durably, or change nothing; raises as `commit.commit_stage` does."""
         ...
 
     def discard(self) -> None:
@@ -75,7 +71,6 @@ class LocalStaging:
         return LocalStore(self.target.parent)
 
     def commit(self, manifest: Manifest) -> None:
-        prove_sources()
         commit.commit_stage(self.stage, self.target, manifest, self.max_mode)
 
     def discard(self) -> None:
@@ -96,7 +91,6 @@ class ObjectStaging:
         Raises CorruptError if they differ; NameTakenError if another save committed first (verify it: its objects may
         have been replaced by these); TargetError, also when another save has taken the folder over.
         """
-        prove_sources()
         check_paths(manifest, self.store.url)
         if manifest.step is None and manifest.number is None:
             manifest = replace(manifest, number=next_number(self.store, self.beside))

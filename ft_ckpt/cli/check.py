@@ -195,6 +195,7 @@ def _compare_ends(one: Path, other: Path) -> tuple[int, list[str]]:
         joined = []
         for path in (one, other):
             held = stack.enter_context(open_checkpoint(path))
+            held.refuse_damaged()
             parts = {tensor.file: part.path for part in held.manifest.parts for tensor in part.tensors}
             files = [
                 (f"{part}/" if part else "", detect.open_tensor_file(held.store.open(file)))

@@ -7,7 +7,6 @@ many tensors ahead in byte order, bypassing the page cache if that is faster.
 import hashlib
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, product
@@ -26,8 +25,6 @@ from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.file_io import THREADS, Landing, StraightLanding, bytes_at, copy_bytes, read_runs, whole_run
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import PLAIN
-from ft_ckpt.formats.tensor_file import due_proof
-from ft_ckpt.storage.proofs import FileProof
 from ft_ckpt.storage.read_ahead import ByteRun, new_block, read_ahead
 
 _SLICE_BYTES = 64 << 20  # per read, to bound the memory beside the tensor
@@ -72,15 +69,12 @@ def fill_all(wanted: Iterable[WantedTensor], threads: int = THREADS, direct: str
     """Overwrite this rank's elements of each tensor with the stored ones. Returns the number of bytes read.
 
     Memory beside the tensors: the blocks of `read_ahead`, and a stage of 16 MiB or one row where rows are staged.
-    `direct`: as in `read_ahead`. Digests that are due are computed while reading; the caller compares them. Raises
-    LoadError naming every tensor that is missing or of another shape or dtype, before anything is read; CorruptError if
-    a file is too short or has changed.
+    `direct`: as in `read_ahead`. Raises LoadError naming every tensor that is missing or of another shape or dtype,
+    before anything is read; CorruptError if a file is too short or has changed.
     """
     tensors = list(wanted)
     check_all(tensors)
     landings: dict[ByteRun, Landing] = {}
-    due: dict[int, FileProof] = {}
-    wanted_bytes: Counter[int] = Counter()
     through_format = []
     for box in chain.from_iterable(tensor.in_boxes() for tensor in tensors):
         of_box = _landings_of_box(box)
@@ -88,14 +82,7 @@ def fill_all(wanted: Iterable[WantedTensor], threads: int = THREADS, direct: str
             through_format.append(box)
             continue
         landings.update(of_box)
-        proof = due_proof(box.file)
-        if proof is not None:
-            due.update({id(run.file): proof for run in of_box if run.file.size_bytes == proof.record.size_bytes})
-        for run in of_box:
-            wanted_bytes[id(run.file)] += run.size_bytes
-    for file, proof in due.items():
-        proof.widen_for(wanted_bytes[file])
-    return read_runs(landings, threads, direct, due) + sum(map(_fill_box, through_format))
+    return read_runs(landings, threads, direct) + sum(map(_fill_box, through_format))
 
 
 def fill_tensor(tensor: WantedTensor) -> int:

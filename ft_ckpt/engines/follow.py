@@ -61,7 +61,7 @@ class Publisher:
         pending = PendingPublish(place.location, self.options.url, Future())
         stack = ExitStack()
         try:
-            stack.enter_context(open_checkpoint(place, compares=False))
+            stack.enter_context(open_checkpoint(place))
         except Exception as error:  # noqa: BLE001 - raised from the handle
             self._end_failed(pending, error)
             return pending

@@ -216,10 +216,9 @@ def _opened(
     """The checkpoint on this machine, leased, and the part to publish; with `compares`, digests are compared."""
     if not isinstance(place.store, LocalStore) or is_delta(place):
         place = open_place(pull(place).path if options.stage is None else _pull_to_stage(place, options.stage))
-    with open_checkpoint(place, compares=False) as held:
+    with open_checkpoint(place) as held:
         if problems := held.find_problems(deep=True) if compares else ():
             raise CorruptError(f"{held.path}: {listing(list(problems))}; not published, use another checkpoint")
-        held.free_memory()
         yield held, _chosen_part(held, options)
 
 
@@ -680,7 +679,7 @@ def _learn_layout(update: _Update, weights: _Weights) -> None:
     reported = server.digests()
     if not reported:
         return
-    with suppress(CheckpointError, OSError), _weights_before(update, weights, compares=False) as old:
+    with suppress(CheckpointError, OSError), _weights_before(update, weights) as old:
         if isinstance(old, _Weights):
             update.packed = packed_layers(reported, old.file, old.config)
     is_packed = bool(update.packed) or any(map(is_unreported, reported.values()))

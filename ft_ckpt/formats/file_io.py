@@ -1,10 +1,8 @@
 """Reads many tensors of a file in parallel, ahead of use, and writes new tensor files."""
 
 import ctypes
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -15,8 +13,6 @@ from ft_ckpt.devices import PinnedBlocks, has_streams
 from ft_ckpt.errors import IncompleteError
 from ft_ckpt.formats.layout import Layout, TensorFile, TensorRecord
 from ft_ckpt.storage.digests import FileRecord, whole_digest
-from ft_ckpt.storage.kept_store import KeptFile
-from ft_ckpt.storage.proofs import FileProof, PassingDigest
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
 from ft_ckpt.storage.store import Store
 from ft_ckpt.storage.writer import DurableFile, Region, Writer, region_of
@@ -50,64 +46,23 @@ class StraightLanding:
         self.at = end
 
 
-def read_runs(
-    landings: Mapping[ByteRun, Landing],
-    threads: int = THREADS,
-    direct: str = "auto",
-    due: Mapping[int, FileProof] | None = None,
-) -> int:
+def read_runs(landings: Mapping[ByteRun, Landing], threads: int = THREADS, direct: str = "auto") -> int:
     """Read all runs in file order and pass each to its landing. Returns the number of bytes.
 
-    Tensors on accelerators are filled through pinned blocks, and are complete for all streams when this returns. For
-    files in `due` (by `id`), all bytes that their digests need are read too, and digested on the way.
+    Tensors on accelerators are filled through pinned blocks, and are complete for all streams when this returns.
     """
     order = {id(file): place for place, file in enumerate(run.file for run in landings)}
     runs = sorted(landings, key=lambda run: (order[id(run.file)], run.start))
     places = {one.local.device for one in landings.values() if isinstance(one, StraightLanding)}
     devices = frozenset(filter(has_streams, places))
     keeper = PinnedBlocks(devices) if devices else None
-    left = [run for run in runs if devices or not _put_kept(run, landings[run])]
-    passing = {file: PassingDigest(proof) for file, proof in (due or {}).items()}
-    for part in read_ahead(_with_parts(left, due or {}), threads, direct, keeper=keeper):
-        landing, data = landings.get(part.run), bytes_at(part.address, part.size_bytes)
-        if (digest := passing.get(id(part.run.file))) is not None:
-            digest.take(part.start, part.content)
+    for part in read_ahead(runs, threads, direct, keeper=keeper):
+        landing, data = landings[part.run], bytes_at(part.address, part.size_bytes)
         if isinstance(landing, StraightLanding):
             landing.put(data, lasts=landing.local.device in devices)
-        elif landing is not None:
+        else:
             landing.put(data)
-    for digest in passing.values():
-        digest.conclude()
     return sum(run.size_bytes for run in runs)
-
-
-def _with_parts(runs: Iterable[ByteRun], due: Mapping[int, FileProof]) -> Iterator[ByteRun]:
-    """The runs, sorted by position, and runs between them for bytes that the due digests need."""
-    for key, some in groupby(runs, key=lambda run: id(run.file)):
-        if key not in due:
-            yield from some
-            continue
-        waiting, read = deque(some), 0  # runs to yield, and the end of the bytes read so far
-        file = waiting[0].file
-        for at, stop, _ in due[key].parts:
-            while (at := max(at, read)) < stop:
-                if waiting and waiting[0].start <= at:
-                    yield waiting[0]
-                    run = waiting.popleft()
-                    read = max(read, run.start + run.size_bytes)
-                else:
-                    read = min(stop, waiting[0].start) if waiting else stop
-                    yield ByteRun("", file, at, read - at)
-        yield from waiting
-
-
-def _put_kept(run: ByteRun, landing: Landing) -> bool:
-    """Copy a run of a `KeptFile` from memory; False if it has to be read."""
-    view = run.file.view(run.start, run.size_bytes) if isinstance(run.file, KeptFile) else None
-    if view is not None:
-        landing.put(torch.frombuffer(view, dtype=torch.uint8))
-        run.file.check()  # a mapped file may have been written to meanwhile
-    return view is not None
 
 
 class DeviceTensors:

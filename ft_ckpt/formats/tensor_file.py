@@ -21,9 +21,7 @@ from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, TensorFile
 from ft_ckpt.formats.pytree import Node, decode_node, encode_node
 from ft_ckpt.storage.frozen_view import CachedObject
-from ft_ckpt.storage.kept_store import KeptFile
 from ft_ckpt.storage.local_file import MappedBytes
-from ft_ckpt.storage.proofs import FileProof
 from ft_ckpt.storage.read_ahead import ByteRun, is_cold, read_whole
 from ft_ckpt.storage.store import Readable
 
@@ -111,14 +109,13 @@ class RawFile:
         if self._whole is not None:
             return False
         self.check()
-        kept = self.file.kept.give() if isinstance(self.file, KeptFile) else None
-        self._whole = kept or read_whole(self.file, threads, direct)
+        self._whole = read_whole(self.file, threads, direct)
         self.mapped |= self._whole is not None
         return self._whole is not None
 
     def is_cold(self) -> bool:
         """True when `read_in` is faster than touching the mapped file, see `read_ahead.is_cold`."""
-        return (isinstance(self.file, KeptFile) and self.file.is_own) or is_cold(self.file)
+        return is_cold(self.file)
 
     def bytes(self, start: int, size_bytes: int) -> bytearray:
         """A copy of the bytes from `start`. Raises CorruptError when the file is shorter or has changed."""
@@ -542,7 +539,6 @@ class ListedFile:
     where: str
     specs: Mapping[str, Spec]
     make: Callable[[], TensorFile]
-    proof: FileProof | None = None  # the comparison that this rank has to make
 
     @cached_property
     def file(self) -> TensorFile:
@@ -570,9 +566,3 @@ class ListedFile:
     def close(self) -> None:
         if "file" in vars(self):
             self.file.close()
-
-
-def due_proof(file: TensorFile) -> FileProof | None:
-    """The digest comparison of the file that this rank still has to make, if any."""
-    proof = file.proof if isinstance(file, ListedFile) else None
-    return proof if proof is not None and proof.is_due else None

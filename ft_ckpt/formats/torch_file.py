@@ -46,7 +46,6 @@ from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec
 from ft_ckpt.formats.pickles import PLAIN_VALUES, StandIn, stand_in
 from ft_ckpt.formats.pytree import MOST_LEVELS, PLAIN, SCALARS, quoted_key
 from ft_ckpt.formats.tensor_file import ZIP_MAGIC, FileStream, RawFile, record_span
-from ft_ckpt.storage.kept_store import KeptFile
 from ft_ckpt.storage.local_file import LocalFile, open_local_file
 from ft_ckpt.storage.local_store import temporary_store
 from ft_ckpt.storage.scratch import copy_object
@@ -118,9 +117,8 @@ def _load_legacy(file: RawFile) -> Any:
 
 def _source_of(file: RawFile) -> Source:
     """The path of the descriptor of a local file, which stays the same file; a stream for an object in a bucket."""
-    inner = file.file.inner if isinstance(file.file, KeptFile) else file.file
-    if isinstance(inner, LocalFile):
-        return Path(f"/proc/self/fd/{inner.descriptor}")
+    if isinstance(file.file, LocalFile):
+        return Path(f"/proc/self/fd/{file.file.descriptor}")
     return io.BufferedReader(FileStream(file), _STREAM_BYTES)
 
 

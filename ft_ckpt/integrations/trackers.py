@@ -14,7 +14,6 @@ from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.saving.report import SaveReport
 from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.proofs import prove_sources
 from ft_ckpt.storage.scratch import local_folder
 from ft_ckpt.transfer.outgoing import weights_manifest
 
@@ -73,8 +72,8 @@ def log_to_wandb(
             artifact = wandb.Artifact(name or f"checkpoint-{target.id}", type="model", metadata=facts)
             if upload:
                 paths = _paths_of(held.manifest, state=state)
+                held.refuse_damaged(paths)
                 with local_folder(Place(held.store), paths.__contains__) as folder:
-                    prove_sources()
                     for path in paths:
                         artifact.add_file(str(folder / path), name=path)
             else:
@@ -106,8 +105,8 @@ def log_to_mlflow(
         mlflow.log_metrics(values, step=report.step, run_id=mlflow_run)
         with open_checkpoint(report.place) as held:
             paths = _paths_of(held.manifest, state=state)
+            held.refuse_damaged(paths)
             with local_folder(Place(held.store), paths.__contains__) as there:
-                prove_sources()
                 for path in paths:
                     below = path.rpartition("/")[0]
                     place = "/".join(step for step in (folder, report.place.basename, below) if step)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -165,18 +165,24 @@ def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: Ex
     def open_best() -> ResumePoint | None:
         if not ranks.is_main:
             return None
-        held = stack.enter_context(open_checkpoint(path, compares=False))
-        if problems := held.find_problems(deep, keep=held.tensor_files):
-            raise CorruptError(f"{path}: {listing(list(problems))}; the best model was not loaded")
+        held = stack.enter_context(open_checkpoint(path))
+        _refuse_damaged_best(path, held.find_problems(deep=False))
         return open_resume_point(held, stack)
 
     point, error = try_action(open_best)
     mine = {} if point is None else checkpoint_facts(point.checkpoint)
     facts = ranks.agree("opening the best model", mine, error).result
-    point = open_to_all(point, facts, open_place, ranks, stack, deep)
+    point, problems = open_to_all(point, facts, open_place, ranks, stack, deep)
+    _refuse_damaged_best(path, problems)
+    assert point is not None, "it is open if it has no problems"
     outcome = restore_weights(known_sources(walk_models(model, []), []), point)
     if outcome.status != "restored":
         raise LoadError(f"{path}: the best model was not loaded: {outcome.detail}")
+
+
+def _refuse_damaged_best(path: Path, problems: Sequence[str]) -> None:
+    if problems:
+        raise CorruptError(f"{path}: {listing(list(problems))}; the best model was not loaded")
 
 
 def _has_file(path: Path, name: str) -> bool:

@@ -77,7 +77,7 @@ def base_of(
     where = open_place(place)
     around = checkpoint_around(where) if where.is_folder else None
     if around is not None:
-        with open_checkpoint(Place(around[0]), compares=False) as held_base:
+        with open_checkpoint(Place(around[0])) as held_base:
             if problems := held_base.find_problems(deep=verify):
                 raise CorruptError(f"{held_base.location}: {listing(list(problems))}; use another copy of the base")
     elif where.is_folder:

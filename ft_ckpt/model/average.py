@@ -72,7 +72,7 @@ def average(
     the output differ, if their tokenizers map one id to different tokens, or if they are quantised. Training state is
     not averaged. Adapters are averaged factor by factor and must have the same base. The manifest names the sources;
     `latest` and `best` skip an average, and a run's retention rules never delete it. Sources are compared with their
-    digests while they are read.
+    digests before they are read.
 
     Raises ConfigError for invalid counts and weights, SelectionError naming tensors that differ in name, shape, type or
     ties, or have no mean, LoadError naming settings and bases that differ; for files as `convert` does.

@@ -59,7 +59,6 @@ from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place, source_mode
 from ft_ckpt.storage.progress import track_bytes
-from ft_ckpt.storage.proofs import prove_sources
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
 from ft_ckpt.storage.scratch import copy_object, replaced_object, scratch_folder
 from ft_ckpt.storage.store import Store, Stored, read_text
@@ -443,19 +442,10 @@ def _archive_regions(archive: TorchArchive, chunks: Iterator[Region]) -> Iterato
 
 
 def write_outputs(outputs: list[Output], store: Store, progress: bool) -> list[FileRecord]:
-    """Write `outputs` into `store`, durably; `progress`: with a progress bar on a terminal.
-
-    Raises CorruptError if a source is a damaged checkpoint, before the last file is finished.
-    """
+    """Write `outputs` into `store`, durably; `progress`: with a progress bar on a terminal."""
     total = sum(output.plan.layout.size_bytes for output in outputs)
-
-    def regions_of(output: Output) -> Iterator[Region]:
-        yield from output.regions()
-        if output is outputs[-1]:  # before the file is finished, because a bucket then makes it visible
-            prove_sources()
-
     with track_bytes(total if progress else 0, "converting") as advance, Writer(advance=advance) as writer:
-        return [write_file(output.plan, regions_of(output), store, writer) for output in outputs]
+        return [write_file(output.plan, output.regions(), store, writer) for output in outputs]
 
 
 _ROOM_BYTES = 16 << 20  # reserved for sidecar files in the check of free space
@@ -500,8 +490,8 @@ def convert(
 
     Memory holds a few slices, or one tensor if it is not stored in row-major order. Writes to a bucket are streamed. An
     existing checkpoint in a bucket cannot be replaced atomically: it is refused, or with `overwrite` deleted first. A
-    source checkpoint of ours is kept open, so a save that replaces it meanwhile has no effect. It is compared with
-    its digests while it is read; nothing is committed from a damaged checkpoint.
+    source checkpoint of ours is kept open, so a save that replaces it meanwhile has no effect. Its files are compared
+    with their digests before they are read.
 
     Raises ConfigError, SelectionError for invalid names and types, LoadError or CorruptError for the source,
     TargetError or NoSpaceError for the target.

@@ -14,7 +14,7 @@ from ft_ckpt.checkpoint.contents import why_no_checkpoint
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, open_checkpoint
 from ft_ckpt.checkpoint.signature import SignedBy, signature_problems
-from ft_ckpt.distributed.fill import is_first_process, readers_here
+from ft_ckpt.distributed.fill import is_first_process
 from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrappers import hides_tensors, keeps_weights, wrapper_chain
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
@@ -208,14 +208,14 @@ def load_model(
     read_to = None if is_host else torch.empty(0, device=device).device  # with its index, which differs by thread
     options = _LoadOptions(base, None, classes or {}, strict, check_base, trust_remote_code, verify, mapped, read_to)
     root, wanted = _find_checkpoint(open_place(path), part)
-    with open_checkpoint(Place(root), compares=False) as held, _explain_errors(root):
+    with open_checkpoint(Place(root)) as held, _explain_errors(root):
         _refuse_unsigned(held, require_signature)
         refuse_delta(held.manifest, Place(held.origin))
         groups = _find_groups(held, wanted)
         targets = _targets_of(held, groups, into)
         _refuse_modules(held, groups, targets)
         with _track_load(held, groups, options):
-            _refuse_damaged(held, groups, options)
+            _refuse_damaged(held, options)
             loaded = {}
             for name, records in groups.items():
                 loaded[name] = _load_group(held, records, replace(options, into=targets.get(name)))
@@ -267,11 +267,9 @@ def _track_load(
     return track_reads(sum(sizes) if is_first_process() else 0, f"loading {Place(held.origin).basename}")
 
 
-def _refuse_damaged(held: OpenCheckpoint, groups: Mapping[str, list[PartRecord]], options: _LoadOptions) -> None:
-    """Raise CorruptError if files differ from the manifest. The load reuses weight files that were read for this."""
-    names = [name for records in groups.values() for record in records for name in weight_names(record)]
-    reads_alone = options.mapped is not True and readers_here() == 1
-    if problems := held.find_problems(deep=options.verify, keep=names, own=reads_alone):
+def _refuse_damaged(held: OpenCheckpoint, options: _LoadOptions) -> None:
+    """Raise CorruptError if files differ from the manifest."""
+    if problems := held.find_problems(deep=options.verify):
         raise CorruptError(f"{held.store.url}: {listing(list(problems))}; use an older checkpoint")
 
 
@@ -472,7 +470,6 @@ def _by_transformers(cls: Any, held: OpenCheckpoint, record: PartRecord, options
     asked: dict[str, Any] = {"output_loading_info": True, "trust_remote_code": options.trust_remote_code}
     with companions_here(held, record) as folder:
         if format_named(record.format).read_by_transformers:
-            held.free_memory()
             model, info = cls.from_pretrained(folder, dtype="auto", local_files_only=True, **asked)
         else:  # transformers cannot read the format, so pass it the tensors
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ft_ckpt.checkpoint.contents import describe_contents
 from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
-from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, hold_open, open_checkpoint
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, files_in, hold_open, open_checkpoint
 from ft_ckpt.config import make_config
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, listing
@@ -55,6 +55,14 @@ class StoredAdapters:
         return frozenset(name for record in self.records for name in stored_base_names(record))
 
     @property
+    def files(self) -> set[str]:
+        """The paths of the files in the folders of the adapters, if the checkpoint is one of ours."""
+        files: set[str] = set()
+        for record in self.records:
+            files |= files_in(self.held.manifest, record.path)
+        return files
+
+    @property
     def base_place(self) -> Place:
         """The place of their base if it is in the same checkpoint."""
         first = self.records[0]
@@ -84,7 +92,9 @@ def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -
         held = OpenCheckpoint(place.folder, place.folder, Manifest(known, (), "adapter", ""), "")
     if not known:
         raise LoadError(f"{place}: {describe_contents(place).text}; expected a folder with an adapter ({_CONFIG})")
-    return StoredAdapters(held, _chosen_records(place, known, names))
+    stored = StoredAdapters(held, _chosen_records(place, known, names))
+    held.refuse_damaged(stored.files)
+    return stored
 
 
 def choose_merge(stored: StoredAdapters, weights: Sequence[float] | None) -> MergeChoice | None:
@@ -208,7 +218,7 @@ def merge(
 
     Layers are merged in float32 and rounded once to the base's type, or to `dtype`. The base is mapped, and one layer
     at a time is in memory. Sidecar files are the base's; the tokenizer is the adapter's if it has one. The manifest
-    names the sources. The files of ft_ckpt checkpoints are compared with their digests while they are read.
+    names the sources. The files of ft_ckpt checkpoints are compared with their digests first.
 
     Raises SelectionError naming all that cannot be merged; LoadError if there is no base, if the adapters name several,
     if settings or tensors of an adapter do not fit it, or if its initialisation changed the base in a way that cannot

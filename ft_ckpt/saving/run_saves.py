@@ -216,7 +216,6 @@ class RunSaves:
         """The folder to save to. Raises ConfigError when none is known, TargetError if it must not be replaced."""
         if self.is_closed:
             raise CheckpointError("this saver is closed; make a new one to save again")
-        self.run.refuse_half_restored()
         if path is not None:
             target = open_place(path, **self.run.config.client_options)
         elif self.places.target is None or step is None:

@@ -6,17 +6,20 @@ are rank 0's. So a file has as many digests as writers, and is checked in one pa
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import xxhash
 
 from ft_ckpt.errors import CorruptError, MissingError, UnreadableError, reason_of
 from ft_ckpt.schema import Count, Positive
+from ft_ckpt.storage.local_file import LocalFile
+from ft_ckpt.storage.progress import note_read
 from ft_ckpt.storage.store import Readable, Store, read_range
 
 SMALL_BYTES = 1 << 20  # files below it are hashed whenever a checkpoint is opened: configs, tokenizers, indexes
-_AHEAD_BYTES = 16 << 20  # files from this size on are read by other threads ahead of the one that hashes
+_MAP_BYTES = 1 << 20  # smaller files are read
+_STEP_BYTES = 32 << 20  # hashed in one call
 _WHOLE, _CUT = "xxh3-128:", "xxh3-128-of-ranks:"
 
 
@@ -58,12 +61,60 @@ def record_of(path: str, content: bytes) -> FileRecord:
 def read_record(store: Store, path: str) -> FileRecord:
     """The record of an object; reads it. Raises as reading does."""
     with closing(store.open(path)) as opened:
-        return FileRecord(path, opened.size_bytes, _read_digest(opened))
+        record = FileRecord(path, opened.size_bytes, "")
+        return replace(record, digest=digest_of_open(opened, record))
 
 
 def digest_of_open(file: Readable, record: FileRecord) -> str:
-    """The digest of an open object, computed as for `record`. Raises CorruptError as reading does."""
-    return _read_digest(file, record.cuts, record.ranks)
+    """The digest of an open object, computed as for `record`. Raises CorruptError as `part_digests` does."""
+    return file_digest(part_digests(file, record, range(record.ranks)))
+
+
+def part_digests(file: Readable, record: FileRecord, owners: range) -> tuple[str, ...]:
+    """The digests, hexadecimal, of the parts of an open object that the ranks `owners` wrote.
+
+    A local file is read through the page cache, from which it is used afterwards. Raises CorruptError for an object of
+    another size than the record's, and as reading does.
+    """
+    if file.size_bytes != record.size_bytes:
+        raise CorruptError(size_problem(file.size_bytes, record.size_bytes))
+    states = {owner: new_digest() for owner in owners}
+    parts = owned_parts(record.cuts, record.size_bytes, owners)
+    contents = _mapped_contents if file.can_map else _remote_contents
+    for owner, content in contents(file, parts):
+        states[owner].update(content)
+    return tuple(state.hexdigest() for state in states.values())
+
+
+_Parts = Iterator[tuple[int, int, int]]  # (start, stop, rank that wrote it)
+_Contents = Iterator[tuple[int, memoryview]]  # (rank that wrote them, the next bytes)
+
+
+def _mapped_contents(file: Readable, parts: _Parts) -> _Contents:
+    """The bytes of a local file in its mapping, in steps between which signals are handled.
+
+    Each step is first read into the page cache: if the disk fails there, it is an error and not the end of the process.
+    """
+    mapped = None
+    if isinstance(file, LocalFile) and file.size_bytes >= _MAP_BYTES:
+        mapped = file.map(in_large_pages=False)
+    for part_start, part_stop, owner in parts:
+        for start in range(part_start, part_stop, _STEP_BYTES):
+            stop = min(start + _STEP_BYTES, part_stop)
+            if mapped is not None and mapped.read_in(start, stop):
+                yield owner, mapped.memory[start:stop]
+            else:
+                yield owner, memoryview(read_range(file, start, stop - start))
+            note_read(stop - start)
+    file.check()
+
+
+def _remote_contents(file: Readable, parts: _Parts) -> _Contents:
+    from ft_ckpt.storage.read_ahead import ByteRun, read_ahead  # lazily: listing does not need it
+
+    runs = (ByteRun(str(owner), file, start, stop - start) for start, stop, owner in parts)
+    for part in read_ahead(runs):
+        yield int(part.run.name), part.content
 
 
 def new_digest() -> xxhash.xxh3_128:
@@ -111,18 +162,6 @@ class RunningDigest:
 
     def text(self) -> str:
         return file_digest([state.hexdigest() for state in self.states])
-
-
-def _read_digest(file: Readable, cuts: Sequence[Cut] = (), ranks: int = 1) -> str:
-    running = RunningDigest(file.size_bytes, cuts, ranks)
-    if file.size_bytes < _AHEAD_BYTES:
-        running.update(memoryview(read_range(file, 0, file.size_bytes)))
-        return running.text()
-    from ft_ckpt.storage.read_ahead import ByteRun, read_ahead  # lazily: listing does not need it
-
-    for part in read_ahead([ByteRun("", file, 0, file.size_bytes)]):
-        running.update(part.content)
-    return running.text()
 
 
 def digest_of_bytes(content: bytes) -> str:

@@ -6,9 +6,7 @@ from threading import Lock
 from typing import Any, NoReturn, cast
 
 from ft_ckpt.errors import CorruptError, MissingError, TargetError
-from ft_ckpt.storage.local_file import Watch
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.proofs import SourceProof
 from ft_ckpt.storage.store import Folder, FolderListing, Readable, Store, Stored, checked_name, read_object, read_range
 
 
@@ -25,7 +23,6 @@ class _CountedObject:
 
     inner: Readable
     asked: Asked
-    watch: Watch | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -33,8 +30,6 @@ class _CountedObject:
     def read_into(self, memory: memoryview, start: int = 0) -> None:
         self.asked.count += 1
         self.inner.read_into(memory, start)
-        if self.watch is not None:
-            self.watch(start, memory, None)
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,6 @@ class ListedStore:
     listed: Mapping[str, Stored]
     opened: dict[str, _CountedObject] = field(default_factory=dict, compare=False, repr=False)  # by `where`
     asked: Asked = field(default_factory=Asked, compare=False)
-    proof: SourceProof | None = None  # compares the bytes that are read
 
     @property
     def url(self) -> str:
@@ -67,7 +61,7 @@ class ListedStore:
         begin = f"{folder}/"
         below = {name.removeprefix(begin): each for name, each in self.listed.items() if name.startswith(begin)}
         named = {name: replace(each, name=name) for name, each in below.items()}
-        return ListedStore(self.inner.within(folder), named, self.opened, self.asked, self.proof)
+        return ListedStore(self.inner.within(folder), named, self.opened, self.asked)
 
     def where(self, name: str) -> str:
         return self.inner.where(name)
@@ -76,13 +70,11 @@ class ListedStore:
         return read_object(self, name, start, stop)
 
     def open(self, name: str) -> Readable:
-        """Open an object. Raises CorruptError when its version is not the listed one, or it is small and damaged."""
+        """Open an object. Raises CorruptError when its version is not the listed one."""
         listed = self.stat(name)
         if listed is None:
             raise MissingError(f"{self.where(name)}: no such object")
-        watch = None if self.proof is None else self.proof.watch_file(self.where(name))
         if (held := self.opened.get(self.where(name))) is not None:
-            held.watch = watch
             return cast("Readable", held)
         file = self.inner.open(name)
         if file.version != listed.version:
@@ -90,7 +82,7 @@ class ListedStore:
             raise CorruptError(f"{self.where(name)}: overwritten while it was read; read it again")
         if file.can_map:
             return file
-        counted = self.opened[self.where(name)] = _CountedObject(file, self.asked, watch)
+        counted = self.opened[self.where(name)] = _CountedObject(file, self.asked)
         return cast("Readable", counted)
 
     def list(self, prefix: str = "") -> list[Stored]:
@@ -154,11 +146,6 @@ class CachedObject:
     @property
     def where(self) -> str:
         return self.inner.where
-
-    @property
-    def watch(self) -> Watch | None:
-        watch: Watch | None = getattr(self.inner, "watch", None)
-        return watch
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
         end = start + len(memory)

@@ -11,7 +11,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _MAP_NORESERVE = 0x4000  # a private mapping of a large file must not count as committed memory
 _KEEP_SIZE = 1  # linux/falloc.h
 _CACHESTAT = 451  # linux 6.5; the same number on every architecture
-DONTNEED, HUGEPAGE = 4, 14  # linux: MADV_DONTNEED, MADV_HUGEPAGE
+DONTNEED, HUGEPAGE, POPULATE_READ = 4, 14, 22  # linux: MADV_DONTNEED, ...
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]

@@ -22,7 +22,6 @@ from ft_ckpt.storage.mounts import keeps_exact_times
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _MOST_AT_ONCE = 1 << 30  # bytes read in one call; Linux takes less than 2 GB
-Watch = Callable[[int, memoryview, "LocalFile | None"], None]  # receives bytes that were read, and their offset
 
 
 class LocalFile:
@@ -37,7 +36,6 @@ class LocalFile:
         self.size_bytes, self.version = found.st_size, local_disk.file_version(found)
         self.mode = stat.S_IMODE(found.st_mode) | stat.S_IRUSR
         self._opened_mtime_ns = found.st_mtime_ns
-        self.watch: Watch | None = None
 
     @property
     def where(self) -> str:
@@ -60,12 +58,13 @@ class LocalFile:
                 f"{self.path.name}: ends at byte {start + done}, bytes up to {start + wanted} asked for; it is "
                 "truncated, or its index is damaged"
             )
-        if self.watch is not None:
-            self.watch(start, memory, self)
 
-    def map(self) -> "MappedBytes | None":
+    def map(self, *, in_large_pages: bool = True) -> "MappedBytes | None":
+        """The mapping of the file; `in_large_pages`: faster to touch, but slower to read from the disk."""
         self.check()
-        return MappedBytes.create(self.descriptor, self.size_bytes) if self.size_bytes else None
+        if not self.size_bytes:
+            return None
+        return MappedBytes.create(self.descriptor, self.size_bytes, in_large_pages=in_large_pages)
 
     def check(self) -> None:
         """Raise CorruptError when the file was written to or cut short since it was opened, or is closed."""
@@ -119,14 +118,20 @@ class MappedBytes:
         weakref.finalize(self, libc.munmap, address, size_bytes).atexit = False  # tensors may outlive the exit
 
     @staticmethod
-    def create(descriptor: int, size_bytes: int) -> "MappedBytes | None":
+    def create(descriptor: int, size_bytes: int, *, in_large_pages: bool = True) -> "MappedBytes | None":
         """The mapping of an open file (-1: zeroed private memory); None if the system refuses it."""
         address = libc.map_private(descriptor, size_bytes)
         if address is None:
             return None
         # Large pages: fewer faults. Those of a file are in the page cache, if its file system supports them.
-        libc.madvise(address, size_bytes, libc.HUGEPAGE)
+        if in_large_pages:
+            libc.madvise(address, size_bytes, libc.HUGEPAGE)
         return MappedBytes(address, size_bytes, is_own=descriptor < 0)
+
+    def read_in(self, start: int, stop: int) -> bool:
+        """Read these bytes of the file into the page cache; False if that fails, where touching them would be fatal."""
+        first = start // _PAGE * _PAGE
+        return bool(libc.madvise(self.address + first, stop - first, libc.POPULATE_READ) == 0)
 
     def lend(self, start: int, size_bytes: int, read_into: Callable[[memoryview, int], None]) -> memoryview:
         """A part of the memory, released when nothing refers to it; the same object while it is in use.

@@ -9,7 +9,7 @@ import errno
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from typing import TypeAlias, TypeVar
 
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.storage.libc import cached_bytes
-from ft_ckpt.storage.local_file import LocalFile, MappedBytes, Watch
+from ft_ckpt.storage.local_file import LocalFile, MappedBytes
 from ft_ckpt.storage.progress import note_read
 from ft_ckpt.storage.store import Readable
 
@@ -196,10 +196,6 @@ def read_ahead(
             job, block, reading = coming.popleft()
             reading.result()
             note_read(job.end - job.start)
-            watch: Watch | None = getattr(job.file, "watch", None)
-            if watch is not None:
-                near = job.file if isinstance(job.file, LocalFile) else None
-                watch(job.start, memoryview(block)[: job.end - job.start], near)
             for run, start, end in job.runs:
                 yield ReadPart(run, start, address_of(block) + start - job.start, end - start, block)
             keeper.leave_block(block)
@@ -213,11 +209,10 @@ def read_into(
     threads: int = 4,
     direct: str = "auto",
     step: int = BLOCK_BYTES,
-    each: Callable[[memoryview], None] | None = None,
 ) -> None:
     """Read the first `size_bytes` of a file into `memory`, which is aligned, with its size rounded up to ALIGNMENT.
 
-    `direct` and errors as for `read_ahead`. `each` is called with the bytes in order, while further ones are read.
+    `direct` and errors as for `read_ahead`.
     """
     with ExitStack() as stack:
         door = None if direct == "off" else _open_direct(file, stack)
@@ -231,8 +226,6 @@ def read_into(
         for start, read in zip(range(0, size_bytes, step), reads, strict=True):
             read.result()
             note_read(min(step, size_bytes - start))
-            if each is not None:
-                each(memory[start : min(start + step, size_bytes)])
 
 
 def _block_size(file: Readable) -> int:
@@ -325,17 +318,15 @@ def _read_local(file: LocalFile, job: _BlockRead, view: memoryview, door: int | 
 # Whole files
 
 
-def read_whole(
-    file: Readable, threads: int = 4, direct: str = "auto", each: Callable[[memoryview], None] | None = None
-) -> MappedBytes | None:
+def read_whole(file: Readable, threads: int = 4, direct: str = "auto") -> MappedBytes | None:
     """All of an open object in private memory, at the rate of the disk or network; None without enough memory.
 
-    `each` is that of `read_into`. Raises CorruptError when the object changes meanwhile.
+    Raises CorruptError when the object changes meanwhile.
     """
     own = MappedBytes.create(-1, file.size_bytes + -file.size_bytes % ALIGNMENT) if file.size_bytes else None
     if own is not None:
         step = _WHOLE_STEP_BYTES if file.can_map else _FAR_BLOCK_BYTES
-        read_into(own.memory, file, file.size_bytes, threads, direct, step, each)
+        read_into(own.memory, file, file.size_bytes, threads, direct, step)
     return own
 
 

@@ -15,12 +15,10 @@ from ft_ckpt.errors import ConfigError, CorruptError, TargetError, explained, li
 from ft_ckpt.messages import printable, printable_lines
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.direct_io import allocate_space
-from ft_ckpt.storage.kept_store import KeptFile
 from ft_ckpt.storage.local_disk import DRAFTS, list_entries, locked_folder
 from ft_ckpt.storage.local_file import LocalFile, open_local_file
 from ft_ckpt.storage.local_store import LocalStore, temporary_store
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.proofs import SourceFolder, prove_sources
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
 from ft_ckpt.storage.store import Readable, Store, Stored, read_range
 
@@ -35,9 +33,8 @@ def copy_object(
     `watch` is called with all bytes in order, before they are written. Between local folders the copy is no more open
     than the file. Raises what reading and writing do.
     """
-    source = file.inner if isinstance(file, KeptFile) else file
-    if isinstance(store, LocalStore) and isinstance(source, LocalFile):
-        store = replace(store, max_mode=store.max_mode & source.mode)
+    if isinstance(store, LocalStore) and isinstance(file, LocalFile):
+        store = replace(store, max_mode=store.max_mode & file.mode)
     if file.size_bytes <= SMALL_COPY_BYTES:
         content = read_range(file, 0, file.size_bytes)
         watch(memoryview(content))
@@ -57,7 +54,6 @@ def copy_object(
 
 def local_version(file: Readable) -> LocalFile:
     """An open object as a local file: itself, or a copy that is deleted when nothing refers to it any more."""
-    file = file.inner if isinstance(file, KeptFile) else file
     if isinstance(file, LocalFile):
         return file
     name = PurePosixPath(file.name).name
@@ -109,13 +105,9 @@ def check_prefix_inside(folder: Store, prefix: str) -> None:
 def local_folder(place: Place, wanted: Callable[[str], bool] = lambda _: True) -> Iterator[Path]:
     """A local path of a folder while the block runs: its own, or a copy of the `wanted` objects in it.
 
-    The wanted files of a checkpoint count as read, see `proofs`. Errors of the block name the place, not the copy.
+    Errors of the block name the place, not the copy.
     """
     store = place.folder
-    if isinstance(store, SourceFolder) and store.proof is not None:
-        for each in store.list():
-            if wanted(each.name):
-                store.open(each.name).close()
     if isinstance(store, LocalStore):
         yield store.folder
         return
@@ -161,8 +153,7 @@ def replaced_object(target: Place, max_mode: int = 0o777) -> Iterator[Place]:
 
     On a disk the parent folder is created if it is missing; the file gets the permissions of the one that it
     replaces, limited by `max_mode`. In a bucket the place is `target` itself, because objects appear as a whole there;
-    if the block raises afterwards, the object is deleted. Raises OSError, TargetError, and CorruptError if it was made
-    of damaged checkpoints.
+    if the block raises afterwards, the object is deleted. Raises OSError or TargetError.
     """
     store = target.store
     if isinstance(store, LocalStore):
@@ -171,7 +162,6 @@ def replaced_object(target: Place, max_mode: int = 0o777) -> Iterator[Place]:
         start = os.fsencode(path.name)[:_NAME_BYTES].decode("utf-8", "ignore")
         with locked_folder(path.parent, f".{start}{DRAFTS}") as folder:
             yield Place(LocalStore(folder, syncs=False, max_mode=max_mode), path.name)
-            prove_sources()
             with suppress(FileNotFoundError):
                 local_disk.take_mode(folder / path.name, path.stat(), max_mode)
             local_disk.sync_path(folder / path.name)
@@ -181,7 +171,6 @@ def replaced_object(target: Place, max_mode: int = 0o777) -> Iterator[Place]:
     before = store.stat(target.name)
     try:
         yield target
-        prove_sources()
     except BaseException:
         after = store.stat(target.name)
         if after is not None and (before is None or before.version != after.version):

@@ -74,8 +74,6 @@ class AccelerateFolder:
         prepared = _prepared_identities(accelerator)
         items = run_items(accelerator, run.registered)
         names = [item.name for item in items if bare_identity(item.value) in prepared]
-        overwritten = {"weights": dict.fromkeys(run.model.state_dict()), "items": dict.fromkeys(names)}
-        run.note_overwritten(overwritten, self.path)
         try:
             accelerator.load_state(str(self.path))
         except Exception as error:

@@ -5,9 +5,10 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ft_ckpt.checkpoint.catalog import (
     CheckpointInfo,
@@ -18,7 +19,7 @@ from ft_ckpt.checkpoint.catalog import (
     load_manifest,
     read_manifest,
 )
-from ft_ckpt.checkpoint.checks import look_again, may_pass
+from ft_ckpt.checkpoint.checks import large_files, look_again, may_pass
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.checkpoint.prune import recover_all
@@ -39,11 +40,11 @@ from ft_ckpt.messages import LOG, did_you_mean, warn
 from ft_ckpt.storage.digests import PassingProblem
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.proofs import share_proofs
 from ft_ckpt.training.accelerate_folder import find_accelerate_folder
 from ft_ckpt.training.arguments import in_words
 from ft_ckpt.training.node_copies import copy_to_nodes
 from ft_ckpt.training.state import Document, ResumePoint, open_resume_point
+from ft_ckpt.training.verify_shared import verify_files
 from ft_ckpt.transfer.copies import content_identity
 
 MODES = ("auto", "must", "never")
@@ -76,8 +77,6 @@ class Wanted:
     places: RunPlaces
     options: Mapping[str, Any] = field(default_factory=dict)  # client options for URLs
     deep: bool = True  # compare all digests
-    late: bool = False  # compare digests of tensor files while reading them into the run, not before
-    damage: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # found while reading, by checkpoint place
 
     @property
     def is_named(self) -> bool:
@@ -94,10 +93,6 @@ class Wanted:
         own = [Place(each.folder, self.mode) for each in reversed(self.places.folders)]
         return next((each for each in (*own, open_place(self.mode)) if _folder_exists(each)), own[-1])
 
-    def without(self, point: ResumePoint, damage: tuple[str, ...]) -> "Wanted":
-        """A copy that skips the checkpoint of `point`, which was found damaged while it was read."""
-        return replace(self, damage={**self.damage, _place_key(Place(point.checkpoint.origin)): damage})
-
     def open_path(self, path: str) -> Place:
         """The place at a path or URL. Reuses the client of the named checkpoint or the run's directory below these."""
         for known in (self.mode, self.places.directory):
@@ -107,19 +102,22 @@ class Wanted:
         return open_place(path, **self.options)
 
 
-def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], stack: ExitStack) -> ResumePoint | None:
+Damage: TypeAlias = Mapping[str, tuple[str, ...]]  # the problems of checkpoints that are known to be damaged, by place
+
+
+def open_chosen(
+    wanted: Wanted, infos: Sequence[CheckpointInfo], damage: Damage, stack: ExitStack
+) -> ResumePoint | None:
     """Open the checkpoint to resume from until `stack` closes; None to start afresh. `infos` are the run's checkpoints.
 
-    The files compared with the manifest stay open and are the ones read later. Of several copies of a checkpoint, the
-    first whole one from the end of `infos` is taken.
+    Large files are not compared with their digests here. Of several copies of a checkpoint, the first whole one from
+    the end of `infos` is taken.
 
     Modes: "never"; "auto", the newest whole resumable checkpoint, None if there is no checkpoint at all; "must", the
     newest or an error; otherwise the named checkpoint. Raises NotACheckpointError if there is none, CorruptError if
     none is whole, or naming the damaged files of the named checkpoint and the newest whole one.
     """
-    # An older checkpoint that replaces a damaged one must overwrite the same tensors.
-    same_tensors = len({_overwritten_names(info.manifest) for info in resumable(infos)}) < 2
-    mode, wanted = wanted.mode, replace(wanted, late=wanted.late and same_tensors)
+    mode = wanted.mode
     if mode == "never":
         return None
     candidates = _grouped_copies(resumable(reversed(infos)))
@@ -128,20 +126,19 @@ def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], stack: ExitStac
         copies = next((known for known in candidates if any(one.folder == named.folder for one in known)), [])
         candidates = [[named, *(one for one in copies if one.folder != named.folder)]]
     for number, copies in enumerate(candidates):
-        point, problems = _open_one_of(copies, wanted, stack)
+        point, problems = _open_one_of(copies, damage, stack, deep=False)
         if point is not None:
             return point
         if mode != "auto" or may_pass(problems):
-            early, left = replace(wanted, late=False), candidates[number + 1 :]
-            older = next((one[0] for one in left if _open_one_of(one, early, stack)[0]), None)
+            older = _newest_whole(candidates[number + 1 :], wanted.deep, damage)
             advice = f"the newest whole one is {older}" if older else "there is no older one that is whole"
             kind = UnreadableError if may_pass(problems) else CorruptError
-            raise kind(f"{listing(problems)}; {advice}{_overwritten_advice(wanted)}")
+            raise kind(f"{listing(problems)}; {advice}")
         warn(f"{listing(problems)}; damaged, trying an older one", stacklevel=2)
     if candidates:
         raise CorruptError(
             f"{wanted.places.directory}: none of its {len(candidates)} checkpoints is whole (see the warnings); "
-            f"resume('never') begins afresh, in a folder of its own{_overwritten_advice(wanted)}"
+            "resume('never') begins afresh, in a folder of its own"
         )
     if mode == "must":
         raise NotACheckpointError(
@@ -150,13 +147,12 @@ def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], stack: ExitStac
     return None
 
 
-def _overwritten_names(manifest: Manifest) -> frozenset[tuple[str, str]]:
-    stored = ((part, tensor.name) for part in manifest.parts for tensor in part.tensors)
-    return frozenset((part.path, name) for part, name in stored if part.kind != "state" or name.startswith("weights/"))
-
-
-def _overwritten_advice(wanted: Wanted) -> str:
-    return "; the model was partly overwritten before this was found: build it anew" if wanted.damage else ""
+def _newest_whole(candidates: Sequence[Sequence[Place]], deep: bool, damage: Damage) -> Place | None:
+    for copies in candidates:
+        with ExitStack() as trial:
+            if _open_one_of(copies, damage, trial, deep)[0] is not None:
+                return copies[0]
+    return None
 
 
 def _place_key(place: Place) -> str:
@@ -202,35 +198,38 @@ def _folder_exists(place: Place) -> bool:
     return place.folder.list_folder().exists
 
 
-def _open_one_of(copies: Sequence[Place], wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint | None, list[str]]:
+def _open_one_of(
+    copies: Sequence[Place], damage: Damage, stack: ExitStack, deep: bool
+) -> tuple[ResumePoint | None, list[str]]:
     """Open the first whole copy of a checkpoint until `stack` closes; or None and the problems.
 
     If the system could not read some copies just now, which may be whole, only their problems are returned.
     """
     problems: list[str] = []
     for place in copies:
-        point, damage = look_again(lambda: _open_whole(place, wanted, stack), lambda tried: may_pass(tried[1]))  # noqa: B023 - called at once
+        found_before = damage.get(_place_key(place))
+        if found_before is not None:
+            point, lines = None, found_before
+        else:
+            look = partial(_open_whole, place, stack, deep)
+            point, lines = look_again(look, lambda tried: may_pass(tried[1]))
         if point is not None:
             if problems:
                 warn(f"{listing(problems)}; damaged, taking its copy {place}", stacklevel=2)
             return point, []
-        kind = PassingProblem if may_pass(damage) else str
-        problems.append(kind(f"{place}: {listing(list(damage))}"))
+        kind = PassingProblem if may_pass(lines) else str
+        problems.append(kind(f"{place}: {listing(list(lines))}"))
     return None, [problem for problem in problems if isinstance(problem, PassingProblem)] or problems
 
 
-def _open_whole(place: Place, wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint | None, tuple[str, ...]]:
+def _open_whole(place: Place, stack: ExitStack, deep: bool) -> tuple[ResumePoint | None, tuple[str, ...]]:
     """Open the checkpoint at `place` until `stack` closes; or None and its problems."""
-    if known := wanted.damage.get(_place_key(place)):
-        return None, known
     with ExitStack() as trial:
         try:
-            held = trial.enter_context(open_checkpoint(place, compares=False))
-            proofs = held.late_proofs() if wanted.deep and wanted.late else []
-            late = {proof.record.path for proof in proofs}
-            problems = held.find_problems(wanted.deep, keep=held.tensor_files, late=late)
+            held = trial.enter_context(open_checkpoint(place))
+            problems = held.find_problems(deep)
             if not problems:
-                point = open_resume_point(held, trial, proofs)
+                point = open_resume_point(held, trial)
                 stack.push(trial.pop_all())
                 return point, ()
         except UnreadableError as error:
@@ -314,23 +313,25 @@ def open_to_all(
     ranks: Ranks,
     stack: ExitStack,
     deep: bool,
-    late: bool = False,
-) -> ResumePoint:
-    """Open rank 0's checkpoint, `point` there, on every rank until `stack` closes. Collective.
+) -> tuple[ResumePoint | None, tuple[str, ...]]:
+    """Open rank 0's checkpoint, `point` there, on all ranks until `stack` closes; or None and its problems. Collective.
 
     A rank opens the checkpoint itself if it finds the files of rank 0's `facts` at the same path or URL, or a whole
-    copy (`deep`: by its digests); `open_path` resolves these. The nodes of other ranks get a copy. `late`: digests are
-    compared while reading; ranks that see the same files share the work. Raises as `copy_to_nodes`, and CorruptError if
-    a file was damaged on its way.
+    copy; `open_path` resolves these. `deep`: all digests are compared before anything is read; ranks that see the files
+    of rank 0 share the work. The nodes of other ranks get a copy. Raises as `copy_to_nodes`, and CorruptError if a file
+    was damaged on its way.
     """
     place = open_path(facts["path"])
     local: ResumePoint | None
-    local, _ = try_action(lambda: point or _open_copy(facts, place, stack, deep, late))
-    mine = {"sees": local is not None, "shares": local is not None and bool(local.tensors.proofs)}
+    opened, _ = try_action(lambda: (point, True) if point is not None else _open_copy(facts, place, stack, deep))
+    local, sees_files_of_rank_0 = (None, False) if opened is None else opened
+    mine = {"sees": local is not None, "shares": sees_files_of_rank_0}
     views = ranks.agree("opening the checkpoint of resume()", mine, decide=_merge_views).result
     sharers = [rank for first, last in views["sharers"] for rank in range(first, last + 1)]
-    if local is not None and ranks.rank in sharers:
-        local.tensors.proofs = share_proofs(local.tensors.proofs, sharers.index(ranks.rank), len(sharers))
+    if deep:
+        problems = _verify_large_files(local, ranks, sharers)
+        if problems:
+            return None, problems
     if views["far"]:
         checkpoint = None if point is None else point.checkpoint
         folder = copy_to_nodes(checkpoint, local is None, ranks, stack)
@@ -338,7 +339,14 @@ def open_to_all(
         ranks.agree("opening the copies of the checkpoint of resume()", error=error)
         local = received and replace(received, far_ranks=views["far"])
     assert local is not None, "every rank sees it, or has a copy"
-    return local
+    return local, ()
+
+
+def _verify_large_files(local: ResumePoint | None, ranks: Ranks, sharers: Sequence[int]) -> tuple[str, ...]:
+    if local is None:
+        return verify_files(None, (), ranks, sharers)
+    checkpoint = local.checkpoint
+    return verify_files(checkpoint, large_files(checkpoint.store, checkpoint.manifest), ranks, sharers)
 
 
 def _merge_views(answers: Values) -> Document:
@@ -348,22 +356,22 @@ def _merge_views(answers: Values) -> Document:
     return {"far": far, "sharers": [[run[0], run[-1]] for shares, run in runs if shares]}
 
 
-def _open_copy(facts: Document, place: Place, stack: ExitStack, deep: bool, late: bool) -> ResumePoint | None:
-    """The checkpoint as this rank sees it; None if it is another one or a damaged copy."""
+def _open_copy(facts: Document, place: Place, stack: ExitStack, deep: bool) -> tuple[ResumePoint, bool] | None:
+    """The checkpoint as this rank sees it, and whether its files are rank 0's; None if it is another or damaged."""
     with ExitStack() as trial:
-        local = trial.enter_context(open_checkpoint(place, compares=False))
+        local = trial.enter_context(open_checkpoint(place))
         is_rank_0s = _manifest_place(local) == facts["place"]
         if local.identity == facts["identity"] and (is_rank_0s or not local.find_problems(deep)):
-            point = open_resume_point(local, trial, local.late_proofs() if is_rank_0s and late else ())
+            point = open_resume_point(local, trial)
             stack.push(trial.pop_all())
-            return point
+            return point, is_rank_0s
     return None
 
 
 def _open_received(folder: LocalStore | None, place: Place, stack: ExitStack, deep: bool) -> ResumePoint:
     """The copy of rank 0's checkpoint at `place` that this node has received. Raises CorruptError for a damaged one."""
     assert folder is not None, "a rank that does not see the checkpoint has asked for a copy"
-    received = stack.enter_context(open_checkpoint(Place(folder), compares=False))
+    received = stack.enter_context(open_checkpoint(Place(folder)))
     problems = received.find_problems(deep)
     if problems:
         raise CorruptError(f"{place}: damaged on the way to this node: {listing(list(problems))}; resume again")
@@ -391,23 +399,37 @@ class Choice:
 def choose_checkpoint(wanted: Wanted, ranks: Ranks, stack: ExitStack) -> Choice:
     """Choose a checkpoint on rank 0 and open it on every rank until `stack` closes. Collective.
 
+    All its digests are compared, if `wanted` asks for it: a damaged checkpoint is left out, and the next one chosen.
     Raises what `open_chosen` raises, RankError if another rank failed.
     """
-    chosen, error = ranks.attempt(lambda: _choose_and_open(wanted, stack) if ranks.is_main else None)
+    damage: dict[str, tuple[str, ...]] = {}
+    while True:
+        with ExitStack() as trial:
+            choice, facts = _agree_on_choice(wanted, damage, ranks, trial)
+            if facts is None:
+                stack.push(trial.pop_all())
+                return choice
+            point, problems = open_to_all(choice.point, facts, wanted.open_path, ranks, trial, wanted.deep)
+            if point is not None:
+                stack.push(trial.pop_all())
+                return replace(choice, point=point)
+        damage[_place_key(wanted.open_path(facts["path"]))] = problems
+
+
+def _agree_on_choice(wanted: Wanted, damage: Damage, ranks: Ranks, stack: ExitStack) -> tuple[Choice, Document | None]:
+    """The choice of rank 0, which alone has the checkpoint open yet, and the facts of the checkpoint, if any."""
+    chosen, error = ranks.attempt(lambda: _choose_and_open(wanted, damage, stack) if ranks.is_main else None)
     no_choice: tuple[ResumePoint | None, Document] = (None, {})
     point, choice = chosen or no_choice
     choice = ranks.agree("resume()", {"mode": str(wanted.mode), **choice}, error, same=("mode",)).result
     if "accelerate_folder" in choice:
-        return Choice(None, choice["branch"], Path(choice["accelerate_folder"]))
+        return Choice(None, choice["branch"], Path(choice["accelerate_folder"])), None
     if "facts" not in choice:
-        return Choice()
-    if ranks.size > 1:
-        point = open_to_all(point, choice["facts"], wanted.open_path, ranks, stack, wanted.deep, choice["late"])
-    assert point is not None, "rank 0 has it open"
-    return Choice(replace(point, is_proved_late=choice["late"]), choice["branch"])
+        return Choice(), None
+    return Choice(point, choice["branch"]), choice["facts"]
 
 
-def _choose_and_open(wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint | None, Document] | None:
+def _choose_and_open(wanted: Wanted, damage: Damage, stack: ExitStack) -> tuple[ResumePoint | None, Document] | None:
     """The open checkpoint, if one is chosen, and what the other ranks need to know; None to start afresh."""
     accelerate_folder = accelerate_folder_at(wanted.place) if wanted.is_named else None
     if accelerate_folder is not None:
@@ -424,13 +446,13 @@ def _choose_and_open(wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint | No
     if wanted.places.directory is not None:
         infos = in_run_order(infos)
         warn_of_others(wanted.places.directory, infos, wanted.mode)
-    point = open_chosen(wanted, infos, stack)
+    point = open_chosen(wanted, infos, damage, stack)
     if point is None:
         if wanted.mode == "auto":
             _refuse_damaged(listings)
         return None
     branch = branch_run_id(wanted, point.checkpoint, infos)
-    return point, {"facts": checkpoint_facts(point.checkpoint), "branch": branch, "late": bool(point.tensors.proofs)}
+    return point, {"facts": checkpoint_facts(point.checkpoint), "branch": branch}
 
 
 def _refuse_damaged(listings: Iterable[Listing]) -> None:

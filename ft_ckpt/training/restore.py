@@ -16,13 +16,11 @@ from ft_ckpt.distributed.fill import Filler, WantedTensor, check_all, each_reads
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.replicas import WEIGHTS
 from ft_ckpt.distributed.source import Source
-from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, UnreadableError, listing, shown
+from ft_ckpt.errors import CheckpointError, LoadError, listing, shown
 from ft_ckpt.model.base_model import differences_of_base
 from ft_ckpt.model.selection import module_at
 from ft_ckpt.model.settings import adapter_settings, differences_of_live
-from ft_ckpt.storage.digests import PassingProblem
 from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.proofs import PartDigests, compare_digests, read_late
 from ft_ckpt.training.items import (
     ENGINE,
     ExtraState,
@@ -51,10 +49,6 @@ class Restored:
     name: str
     status: str
     detail: str = ""
-
-
-class Unread(Restored):
-    """An item that could not be read from its file."""
 
 
 @dataclass(frozen=True)
@@ -224,36 +218,6 @@ def restore_items(
     return outcomes
 
 
-def find_damage(point: ResumePoint, outcomes: Sequence[Restored], ranks: Ranks) -> tuple[str, ...]:
-    """The problems of files whose digests are compared while they are read; the same on all ranks. Collective.
-
-    Files that no rank has read are read now. A file from which one of `outcomes` could not be read is damaged too.
-    """
-    if not point.is_proved_late:
-        return ()
-
-    def compare_all(values: Values) -> list[tuple[str, bool]]:
-        failures = [failure for value in values for failure in _decode_problems(value["failures"])]
-        found = [PartDigests(**part) for value in values for part in value["digests"]]
-        return _encode_problems(compare_digests(point.tensors.late_files, found, failures))
-
-    digests, failures = read_late(point.tensors.proofs)
-    if not failures:
-        unread = [item.detail for item in outcomes if isinstance(item, Unread)]
-        failures = tuple(type(detail)(f"{detail} (on rank {ranks.rank})") for detail in unread)
-    mine = {"digests": [asdict(part) for part in digests], "failures": _encode_problems(failures)}
-    return _decode_problems(ranks.agree("comparing the checkpoint of resume()", mine, decide=compare_all).result)
-
-
-def _encode_problems(problems: Sequence[str]) -> list[tuple[str, bool]]:
-    """Each problem with whether the system could not read the file just now."""
-    return [(str(problem), isinstance(problem, PassingProblem)) for problem in problems]
-
-
-def _decode_problems(encoded: Sequence[tuple[str, bool]]) -> tuple[str, ...]:
-    return tuple(PassingProblem(text) if passes else text for text, passes in encoded)
-
-
 def note_on_replicas(document: Document) -> list[str]:
     """A note that names what was not the same on all ranks that saved: all ranks now have the stored values."""
     names = [*document.get("apart", {}), *document.get("differing", [])]  # of 0.3 and earlier; of later versions
@@ -271,9 +235,6 @@ def note_on_replicas(document: Document) -> list[str]:
 def _try_restore(name: str, action: Callable[[], Any]) -> Restored:
     try:
         detail = action()
-    except CorruptError as error:
-        kind = PassingProblem if isinstance(error, UnreadableError) else str
-        return Unread(name, "failed", kind(error))
     except Exception as error:  # noqa: BLE001 - every item is tried, and all failures are reported together
         text = str(error) if isinstance(error, CheckpointError) else shown(error)
         return Restored(name, "failed", text)

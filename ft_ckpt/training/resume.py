@@ -2,13 +2,14 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ft_ckpt.config import names_of
 from ft_ckpt.distributed.fill import Filler, choose_filler
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, damaged_input, listing
+from ft_ckpt.errors import ConfigError, LoadError, damaged_input, listing
 from ft_ckpt.messages import did_you_mean, warn
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.progress import track_reads
@@ -28,7 +29,6 @@ from ft_ckpt.training.restore import (
     agree_on_outcomes,
     compare_adapters,
     compare_base,
-    find_damage,
     find_misfits,
     note_on_replicas,
     restore_items,
@@ -38,6 +38,7 @@ from ft_ckpt.training.run import TrainingRun, fingerprint_differences, read_rank
 from ft_ckpt.training.state import ResumePoint, changed_flags
 from ft_ckpt.training.watched import differing_models
 
+_HALF_RESTORED = "parts of the run are overwritten: make its objects again before another resume()"
 _NOT_OBJECTS = ("adapter settings", "base", "data", "gradients", "rng")  # items beside a run's objects
 
 
@@ -46,27 +47,21 @@ def resume_run(
 ) -> None:
     """Restore `run` from the checkpoint that `wanted` selects; leave it as it is for a fresh start. Collective.
 
-    Digests are compared before anything is overwritten; for a new run without `allow`, while the files are read: if a
-    file is damaged, the next older checkpoint overwrites what was restored. `allow` and errors as for
-    `CheckpointSaver.resume`.
+    Digests are compared before anything is overwritten. `allow` and errors as for `CheckpointSaver.resume`.
     """
     allowed = None if allow is True else _allowed_names(allow)
-    while True:
-        with ExitStack() as stack:
-            with track_reads(None if ranks.shows else 0, "comparing checkpoints"):
-                choice = choose_checkpoint(wanted, ranks, stack)
-            if choice.accelerate_folder is not None:
-                load_accelerate_folder(run, choice.accelerate_folder, str(choice.branch), ranks, allowed)
-                return
-            point = choice.point
-            if point is None:
-                return
-            with track_reads(_bytes_to_show(point, ranks), f"resuming {Place(point.checkpoint.origin).basename}"):
-                damage = restore_run(run, point, ranks, allowed, versions)
-            if not damage:
-                run.branch_off(choice.branch)
-                return
-        wanted = wanted.without(point, damage)
+    with ExitStack() as stack:
+        with track_reads(None if ranks.shows else 0, "comparing checkpoints"):
+            choice = choose_checkpoint(wanted, ranks, stack)
+        if choice.accelerate_folder is not None:
+            load_accelerate_folder(run, choice.accelerate_folder, str(choice.branch), ranks, allowed)
+            return
+        point = choice.point
+        if point is None:
+            return
+        with track_reads(_bytes_to_show(point, ranks), f"resuming {Place(point.checkpoint.origin).basename}"):
+            restore_run(run, point, ranks, allowed, versions)
+        run.branch_off(choice.branch)
 
 
 def _bytes_to_show(point: ResumePoint, ranks: Ranks) -> int | None:
@@ -99,83 +94,86 @@ def load_accelerate_folder(
     absent, _ = agree_on_outcomes(ranks, "reading the folder of resume()", absent, error=error)
     if allowed is not None:
         _refuse_unknown(allowed, {item.name for item in run_items(run.accelerator, run.registered)}, absent)
-    _refuse_unrestored(run, path, absent, allowed)
+    _refuse_unrestored(path, absent, allowed, "nothing was overwritten")
     assert folder is not None, "the agreement has raised the error"
     loaded, error = ranks.attempt(lambda: folder.load(run, run_id))
     report = RestoreReport() if loaded is None else loaded
     items, _ = agree_on_outcomes(ranks, "accelerator.load_state in resume()", report.items, error=error)
     report = replace(report, items=items)
-    _refuse_unrestored(run, path, items, allowed)
+    _refuse_unrestored(path, items, allowed, _HALF_RESTORED)
     run.note_resumed(report)
     _settle_differences(report, run.config.on_difference)
 
 
 def restore_run(
     run: TrainingRun, point: ResumePoint, ranks: Ranks, allowed: frozenset[str] | None, versions: Mapping[str, str]
-) -> tuple[str, ...]:
-    """Restore `run` from `point`; items in `allowed` may fail (None: all). Collective.
+) -> None:
+    """Restore `run` from `point`, whose files are compared; items in `allowed` may fail (None: all). Collective.
 
-    Returns the problems of damaged files: then the run may be half restored, and another checkpoint must replace this
-    one. It may be half restored as well when this raises.
+    Everything that can be compared is compared first. If an item fails afterwards, the run is half restored.
     """
-    result, error = ranks.attempt(lambda: _restore_on_rank(run, point, ranks, allowed, versions))
-    outcome: tuple[RestoreReport, tuple[str, ...]] = result or (RestoreReport(), ())
-    report, damage = outcome
-    if damage:
-        return damage
+    path = point.checkpoint.location
+    compared, error = ranks.attempt(lambda: _compare_on_rank(run, point, ranks))
+    misfits = () if compared is None else compared.misfits
+    agreed, _ = agree_on_outcomes(ranks, "checking the state of resume()", misfits, error=error)
+    assert compared is not None, "the agreement has raised the error"
+    if allowed is not None:
+        document = point.document
+        names = {*document["items"], *document.get("let_go", ()), *(item.name for item in compared.live.items)}
+        _refuse_unknown(allowed, names, agreed)
+    _refuse_unrestored(path, agreed, allowed, "nothing was overwritten")
+    left_out = {outcome.name for outcome in agreed}
+    restored, error = ranks.attempt(lambda: _restore_on_rank(run, point, compared, left_out, versions))
+    report = RestoreReport() if restored is None else restored
     items, requests = agree_on_outcomes(ranks, "resume()", report.items, report.requests, error)
     report = replace(report, items=items, requests=requests)
-    _refuse_unrestored(run, point.checkpoint.location, items, allowed)
+    _refuse_unrestored(path, items, allowed, _HALF_RESTORED)
     for optimizer in zero_optimizers(run_items(run.accelerator, run.registered)):
         zero_optimizer.refresh_weights(optimizer)
     run.note_resumed(report)
     _settle_differences(report, run.config.on_difference)
-    return ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Compared:
+    """This rank's part of the run and what does not fit the checkpoint; nothing is overwritten yet."""
+
+    live: LiveRun
+    trees: Mapping[str, Any]  # this rank's own state, by name
+    outcomes: tuple[Restored, ...]
+
+    @property
+    def misfits(self) -> tuple[Restored, ...]:
+        return tuple(outcome for outcome in self.outcomes if outcome.status != "restored")
+
+
+def _compare_on_rank(run: TrainingRun, point: ResumePoint, ranks: Ranks) -> _Compared:
+    live = _live_run(run, point, ranks)
+    trees, problems = read_rank_state(point.document, point.tensors, ranks)
+    outcomes = (*problems, *_compare_state(live, run.config.attribute, point))
+    return _Compared(live, trees, outcomes)
 
 
 def _restore_on_rank(
-    run: TrainingRun, point: ResumePoint, ranks: Ranks, allowed: frozenset[str] | None, versions: Mapping[str, str]
-) -> tuple[RestoreReport, tuple[str, ...]]:
-    """Restore this rank's part of the run: its report, and the damage found in files. Collective."""
-    held = point.checkpoint
-    live = _live_run(run, point, ranks)
-    trees, problems = read_rank_state(point.document, point.tensors, ranks)
-    compared = [*problems, *_compare_state(live, run.config.attribute, point)]
-    misfits = [outcome for outcome in compared if outcome.status != "restored"]
-    agreed, _ = agree_on_outcomes(ranks, "checking the state of resume()", misfits)
-    if allowed is not None:
-        document = point.document
-        known = {*document["items"], *document.get("let_go", ()), *(item.name for item in live.items)}
-        _refuse_unknown(allowed, known, agreed)
-    if _refused(agreed, allowed):  # nothing is overwritten yet
-        return RestoreReport(held.location, tuple(misfits)), find_damage(point, misfits, ranks)
-
-    run.note_overwritten(point.document, held.location)
-    left_out = {outcome.name for outcome in agreed}
-    live = replace(live, items=[item for item in live.items if item.name not in left_out])
+    run: TrainingRun, point: ResumePoint, compared: _Compared, left_out: Collection[str], versions: Mapping[str, str]
+) -> RestoreReport:
+    """Restore this rank's part of the run without the items `left_out`. Collective."""
+    held, ranks = point.checkpoint, compared.live.ranks
+    live = replace(compared.live, items=[item for item in compared.live.items if item.name not in left_out])
     fill_all = choose_filler(point.way_to_read(run.config.fan_out), ranks)
     outcomes = _restore_tensors(live, point, fill_all, with_weights="weights" not in left_out)
-    outcomes += [outcome for outcome in compared if outcome.status == "restored"]
-    try:
-        damage = find_damage(point, outcomes, ranks)
-    except RanksDisagreeError:
-        if all(outcome.status != "failed" for outcome in outcomes):
-            raise
-        return RestoreReport(held.location, tuple(outcomes)), ()  # the failure is why this rank is out of step
-    if damage:  # before a load_state_dict gets any of it
-        return RestoreReport(), damage
-
+    outcomes += [outcome for outcome in compared.outcomes if outcome.status == "restored"]
     outcomes += restore_items([item for item in live.items if item.kind == "object"], live, point, fill_all)
     with damaged_input(f"{held.location}: its training state"):
-        notes, of_rank = restore_rank_state(run, point.document, point.tensors, ranks, trees)
+        notes, of_rank = restore_rank_state(run, point.document, point.tensors, ranks, compared.trees)
         run.restore_progress(point.document, held.origin, held.manifest.created)
     return RestoreReport(
         held.location,
-        (*misfits, *outcomes, *of_rank),
+        (*compared.misfits, *outcomes, *of_rank),
         (*_differences(run, live, point, versions), *note_on_replicas(point.document)),
         (*notes, *_note_of_copies(point), *_notes_of_unsaved(point)),
         held.requests,
-    ), ()
+    )
 
 
 def _live_run(run: TrainingRun, point: ResumePoint, ranks: Ranks) -> LiveRun:
@@ -228,12 +226,11 @@ def _refused(outcomes: Sequence[Restored], allowed: Collection[str] | None) -> l
 
 
 def _refuse_unrestored(
-    run: TrainingRun, path: Path | str, outcomes: Sequence[Restored], allowed: Collection[str] | None
+    path: Path | str, outcomes: Sequence[Restored], allowed: Collection[str] | None, effect: str
 ) -> None:
     """Raise LoadError naming each item that was not restored and must be."""
     refused = _refused(outcomes, allowed)
     if refused:
-        effect = "the model may be partly overwritten" if run.overwritten else "nothing was overwritten"
         raise LoadError(
             f"{path}: {listing(refused)}. Pass the same objects as the saved run, or resume(allow=[names]) to go on "
             f"without; {effect}"

@@ -21,7 +21,6 @@ from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
     CorruptError,
-    LoadError,
     SelectionError,
     listing,
 )
@@ -49,7 +48,7 @@ from ft_ckpt.training.items import (
 )
 from ft_ckpt.training.optimizers import is_schedule_free_in_training
 from ft_ckpt.training.reminder import StepReminder
-from ft_ckpt.training.restore import Restored, RestoreReport, Unread
+from ft_ckpt.training.restore import Restored, RestoreReport
 from ft_ckpt.training.state import Captured, Document, StoredTensors, capture_run, local_state, tree_of_rank
 from ft_ckpt.training.triggers import ClockPoll
 from ft_ckpt.training.watched import WatchedModel, changed_models, watch_model, watched_digests
@@ -93,7 +92,7 @@ def read_rank_state(document: Document, stored: StoredTensors, ranks: Ranks) -> 
                 failed.append(Restored(item, "failed", listing(problems)))
             trees[name] = tree
         except CorruptError as error:
-            failed.append(Unread(item, "failed", str(error)))
+            failed.append(Restored(item, "failed", str(error)))
     if {*feeds} != {f"{_FEED}-{number}" for number in range(len(feeds))}:
         failed.append(Restored("data", "failed", f"places of {listing(feeds, ', ')}"))
     if _RANDOM not in names:
@@ -232,7 +231,6 @@ class TrainingRun:
         self.poll, self.steps, self.base = ClockPoll(config.every), StepWatch(), BaseWatch(config.attribute)
         self.reminder = StepReminder(config.every, self.steps)
         self.has_begun = False  # True after a step
-        self.overwritten: frozenset[str] = frozenset()  # items and weights that failed resumes have overwritten
         self._is_unfinished = False  # gradients were pending after the last batch
         self.last_metrics: dict[str, float] = {}  # of the last step
         self._ancestors: set[str] = set()  # ids of the runs that this one branched off
@@ -337,27 +335,6 @@ class TrainingRun:
         )
         return captured
 
-    def refuse_half_restored(self) -> None:
-        """Raise LoadError if the last resume failed after it had overwritten parts of the run."""
-        if self.overwritten:
-            raise LoadError(
-                "the last resume() failed after it had overwritten parts of the model: resume another checkpoint, "
-                "or create model, optimizer and saver again"
-            )
-
-    def note_overwritten(self, document: Document, where: Path | str) -> None:
-        """Record the items and weights that a resume of `where` is about to overwrite.
-
-        Raises LoadError if the checkpoint lacks some that failed resumes have overwritten: they would stay overwritten.
-        """
-        stored = frozenset(document["weights"]) | document["items"].keys()
-        if missing := self.overwritten - stored:
-            raise LoadError(
-                f"{where}: has no {listing(sorted(missing), ', ')}, which a failed resume has overwritten; build "
-                "model, optimizer and saver anew, then resume it"
-            )
-        self.overwritten |= stored
-
     def restore_progress(self, document: Document, origin: Store, created: str) -> None:
         """Take over step, run id and history from the checkpoint at `origin`; `created`: the moment of its save."""
         self.resumed_moment = created
@@ -373,7 +350,7 @@ class TrainingRun:
     def note_resumed(self, report: RestoreReport) -> None:
         """Record that the resume of `report` has succeeded on all ranks."""
         self._left_out |= {item.name for item in report.items if item.status != "restored"}
-        self.report, self.overwritten = report, frozenset()
+        self.report = report
 
     def note_absent(self, names: Iterable[str]) -> None:
         """Name in the report of the resume objects that the checkpoint does not have, and that begin as they are."""
@@ -397,8 +374,7 @@ class TrainingRun:
         return self.poll.reason_to_save(self.history, self.step, ranks) or reason
 
     def is_batch_done(self) -> bool:
-        """Whether the batch just done completed a step. Raises LoadError for a half-restored run."""
-        self.refuse_half_restored()
+        """Whether the batch just done completed a step."""
         self.reminder.note_call()
         self._watch_steps()
         self._is_unfinished = self.steps.is_unfinished(lambda: self.models_by_item().values())

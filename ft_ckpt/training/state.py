@@ -45,7 +45,6 @@ from ft_ckpt.model.entries import Entry, Part, unchanged_entry
 from ft_ckpt.schedule import begin_history
 from ft_ckpt.schema import Count, as_record
 from ft_ckpt.storage.frozen_view import ListedStore
-from ft_ckpt.storage.proofs import FileProof
 from ft_ckpt.storage.store import Store
 from ft_ckpt.training.items import (
     Item,
@@ -615,10 +614,8 @@ def _tensors_of_tree(name: str, entry: Mapping[str, Any]) -> Iterator[tuple[str,
 class StoredTensors:
     """The tensor files of one checkpoint, opened when first needed; tensors are found by part folder and name."""
 
-    def __init__(self, held: OpenCheckpoint, proofs: Sequence[FileProof] = ()) -> None:
-        """`proofs` are the pending comparisons of whole files."""
+    def __init__(self, held: OpenCheckpoint) -> None:
         self._held, parts = held, held.manifest.parts
-        self.late_files, self.proofs = [proof.record for proof in proofs], proofs
         kinds = {part.kind for part in parts}
         self.is_adapter = "adapter" in kinds and "model" not in kinds  # the base is elsewhere
         self._formats = {part.path: part.format for part in parts}
@@ -632,9 +629,8 @@ class StoredTensors:
             raise LoadError(f"{name}: not among the tensors of the checkpoint {self._held.location}")
         if place not in self._open:
             store, reader = self._held.store, format_named(self._formats[part])
-            proof = next((one for one in self.proofs if one.record.path == place), None)
             open_file = lambda: reader.open_file(store.open(place))  # noqa: E731
-            self._open[place] = ListedFile(store.where(place), self._specs[place], open_file, proof)
+            self._open[place] = ListedFile(store.where(place), self._specs[place], open_file)
         return self._open[place]
 
     @cached_property
@@ -667,19 +663,15 @@ class ResumePoint:
     document: Document
     tensors: StoredTensors
     far_ranks: str = ""  # that do not see the checkpoint and read a copy, as text
-    is_proved_late: bool = False  # digests of files are compared while reading, on any rank
 
     def way_to_read(self, fan_out: str) -> str:
         """The way for `choose_filler`, from SaverConfig.fan_out and the store of the checkpoint."""
         return "small" if fan_out == "auto" and isinstance(self.checkpoint.store, ListedStore) else fan_out
 
 
-def open_resume_point(held: OpenCheckpoint, stack: ExitStack, proofs: Sequence[FileProof] = ()) -> ResumePoint:
-    """Open the state of an open checkpoint until the stack closes; `proofs`: pending comparisons of its files.
-
-    Raises CorruptError.
-    """
-    tensors = StoredTensors(held, proofs)
+def open_resume_point(held: OpenCheckpoint, stack: ExitStack) -> ResumePoint:
+    """Open the state of an open checkpoint until the stack closes. Raises CorruptError."""
+    tensors = StoredTensors(held)
     stack.callback(tensors.close)
     return ResumePoint(held, read_document(held.store, held.manifest), tensors)
 

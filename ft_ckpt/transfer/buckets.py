@@ -74,7 +74,7 @@ def fetch_checkpoint(source: str | Place, folder: Path | None, *, token: str | N
         goal = Place(LocalStore(folder))
         return copy_open(held, goal, held.manifest, overwrite=overwrite, renews=True, exact=exact)
 
-    with open_checkpoint(open_place(source), compares=False) as held:
+    with open_checkpoint(open_place(source)) as held:
         if held.manifest.delta:
             from ft_ckpt.transfer.deltas import fetch_whole  # on use: numpy is slow to import
 

@@ -85,7 +85,7 @@ def copy(
         report: CopyReport = hub_buckets.copy_checkpoint(source, destination, overwrite=overwrite)
         return report
     place = open_place(source)
-    with open_checkpoint(place, compares=False) as held:
+    with open_checkpoint(place) as held:
         goal = destination_place(destination, place.basename)
         return copy_open(held, goal, held.manifest, overwrite=overwrite)
 

@@ -105,7 +105,7 @@ def append_checkpoint(checkpoint: Place, chain: Place, anchor_every: int) -> App
     Raises NameTakenError if the chain has another checkpoint of this name, or a newer one; otherwise as `copy` does.
     """
     begun = time.monotonic()
-    with open_checkpoint(checkpoint, compares=False) as held:
+    with open_checkpoint(checkpoint) as held:
         manifest = replace(weights_manifest(held.manifest), export=held.manifest.export, token=None)
         goal = Place(chain.folder, Place(held.origin).basename)
         full_bytes = sum(file.size_bytes for file in manifest.files)
@@ -173,7 +173,7 @@ def _append_delta(held: OpenCheckpoint, manifest: Manifest, newest: CheckpointIn
     manifest = replace(manifest, files=files)
     content = content_digest(manifest)
     max_mode = source_mode(Place(held.store), Place(held.origin), goal)
-    with open_checkpoint(newest.place, compares=False) as entry, open_whole(entry, Place(held.origin).beside) as base:
+    with open_checkpoint(newest.place) as entry, open_whole(entry, Place(held.origin).beside) as base:
         staging = open_staging_at(goal, run_id=f"delta to {content}", max_mode=max_mode)
         try:
             records = _write_changes(held, manifest, base, staging.store)
@@ -343,7 +343,7 @@ def _whole_store(entries: list[OpenCheckpoint], manifest: Manifest, near: Store 
     entry, name = entries[-1], Place(entries[-1].origin).basename
     there = _place_near(near, name, content_digest(manifest))
     if there is not None and there.folder.identity != entry.origin.identity:
-        return stack.enter_context(open_checkpoint(there, compares=False)).store
+        return stack.enter_context(open_checkpoint(there)).store
     if not entry.manifest.delta:
         return entry.store
     base = entry.manifest.delta["base"]
@@ -351,7 +351,7 @@ def _whole_store(entries: list[OpenCheckpoint], manifest: Manifest, near: Store 
         raise CorruptError(f"{entry.location}: based on {base}, which is based on it")
     try:
         place = Place(Place(entry.origin).beside.within(base))
-        entries.append(stack.enter_context(open_checkpoint(place, compares=False)))
+        entries.append(stack.enter_context(open_checkpoint(place)))
     except NotACheckpointError as error:
         raise CorruptError(f"{entry.location}: based on {base}, which is not in the chain") from error
     before = _manifest_of(entries[-1], entry.manifest.delta["base_content"])

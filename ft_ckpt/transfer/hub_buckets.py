@@ -216,13 +216,13 @@ def copy_checkpoint(
                 f"{source} to a folder, and that folder to the other bucket"
             )
         return _fetch(folder, target.folder.folder, overwrite=overwrite)[0]
-    with open_checkpoint(source, compares=False) as checkpoint:
+    with open_checkpoint(source) as checkpoint:
         folder = _folder_at(str(destination), within=Place(checkpoint.origin).basename)
         terms = _Terms(overwrite=overwrite)
         if isinstance(checkpoint.store, LocalStore):
             return _send(checkpoint, folder, checkpoint.manifest, terms)
         cached = pull_cached(checkpoint, checkpoint.manifest).path
-        with open_checkpoint(cached, compares=False) as local:
+        with open_checkpoint(cached) as local:
             report = _send(local, folder, local.manifest, terms)
         return replace(report, source=checkpoint.location)
 

@@ -97,7 +97,7 @@ def start_push(place: Place, url: str, send: Callable[[OpenCheckpoint], PushRepo
     push = PendingPush(place.location, url, Future())
     stack = ExitStack()
     try:
-        held = stack.enter_context(open_checkpoint(place, compares=False))
+        held = stack.enter_context(open_checkpoint(place))
     except Exception as error:  # noqa: BLE001 - raised from the handle
         _end_failed(push, error)
         return push
@@ -311,7 +311,7 @@ def _open_for(sender: ModuleType, place: Place) -> Iterator[OpenCheckpoint]:
     """
     is_of_hub = sender.__name__ in (_HUB, _HUB_BUCKETS)
     is_readable = not is_of_hub or (isinstance(place.store, LocalStore) and not is_delta(place))
-    with open_checkpoint(place if is_readable else pull(place).path, compares=False) as held:
+    with open_checkpoint(place if is_readable else pull(place).path) as held:
         yield held
 
 

@@ -185,7 +185,7 @@ def _copy_missing(plan: _SyncPlan, goal: Place) -> list[CopyReport]:
 
 def _copy_or_error(info: CheckpointInfo, goal: Place) -> CopyReport | Exception:
     try:
-        with open_checkpoint(info.place, compares=False) as held:
+        with open_checkpoint(info.place) as held:
             return copy_open(held, goal, held.manifest, overwrite=True)
     except (CheckpointError, OSError) as error:
         return error
@@ -400,7 +400,7 @@ class RunUploads:
                 f"{goal}: belongs to another run, {str(found.run_id)[:6]}; not replaced, use another "
                 "directory for this run"
             )
-        with open_checkpoint(info.place, compares=False) as held:
+        with open_checkpoint(info.place) as held:
             report = copy_open(held, goal, held.manifest, overwrite=found is not None, shown=False, heed=self._heed_end)
             return push_report(held, report)
 

@@ -1,8 +1,7 @@
 """A flipped bit in any file of a committed checkpoint, given to all that reads one: refused, or of no effect.
 
 Each trial damages one bit of one file and calls one reader. What comes out must be what comes out of the whole
-checkpoint, unless it is an error of ours or a report that names the damage. Files are taken for small ones, which are
-compared when they are opened, and for large ones, which are compared while they are read.
+checkpoint, unless it is an error of ours or a report that names the damage.
 """
 
 import dataclasses
@@ -32,7 +31,6 @@ from ft_ckpt.checkpoint.checks import CARD_NAME
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import CheckpointError, CorruptError
-from ft_ckpt.storage import proofs
 
 LORA = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
 
@@ -102,7 +100,6 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "run": save_run,
 }
 MODELS = ("model", "shards", "dual", "h5", "packed", "torch")
-SMALL = ("config.json", "index.json", ".jinja")  # which are never large
 ADAPTERS = ("adapter", "h5-adapter", "both")
 LOADED = ("model", "shards", "dual", "h5", "packed", *ADAPTERS, "parts", "run")
 
@@ -277,7 +274,6 @@ class Trial:
     kind: str
     file: str
     reader: str
-    is_large: bool
 
 
 def all_trials(made: Path) -> list[Trial]:
@@ -285,20 +281,15 @@ def all_trials(made: Path) -> list[Trial]:
     files = {kind: [*contents(made / kind / "damaged")] for kind in MAKERS}
     files = {kind: [file for file in names if not file.endswith(CARD_NAME)] for kind, names in files.items()}
     return [
-        Trial(kind, file, reader, is_large)
-        for reader, (kinds, _) in READERS.items()
-        for kind in kinds
-        for file in files[kind]
-        for is_large in (False, True)
-        if not (is_large and file.endswith((*SMALL, MANIFEST_NAME)))
+        Trial(kind, file, reader) for reader, (kinds, _) in READERS.items() for kind in kinds for file in files[kind]
     ]
 
 
 def sample_of(trials: list[Trial]) -> Iterator[Trial]:
-    """Some trials: every reader, for small and large files, and every file at least once."""
+    """Some trials: every reader, and every file at least once."""
     seen: set[object] = set()
     for trial in trials:
-        facts = {(trial.reader, trial.is_large), (trial.kind, trial.file)}
+        facts = {trial.reader, (trial.kind, trial.file)}
         if not facts <= seen:
             seen |= facts
             yield trial
@@ -331,12 +322,12 @@ def outcome(reader: Callable[[Any, Path], Any], path: Path | str, out: Path) -> 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("bits", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")
-def test_a_flipped_bit_goes_nowhere(made, tmp_path, monkeypatch, bits):
+def test_a_flipped_bit_goes_nowhere(made, tmp_path, bits):
     """Every reader and every file of every kind, `bits` of each; with 0 one bit of a sample of them."""
     draw, trials = random.Random(chosen_seed()), all_trials(made)
     draw.shuffle(trials)
     chosen = trials if bits else [*sample_of(trials)]
-    small, finds, refused = proofs.SMALL_BYTES, [], 0
+    finds, refused = [], 0
 
     @cache
     def true_outcome(kind: str, reader: str) -> Any:
@@ -344,7 +335,6 @@ def test_a_flipped_bit_goes_nowhere(made, tmp_path, monkeypatch, bits):
 
     for trial in chosen * max(1, bits):
         path, reader = made / trial.kind / "damaged", READERS[trial.reader][1]
-        monkeypatch.setattr(proofs, "SMALL_BYTES", 0 if trial.is_large else small)
         with flipped(path / trial.file, draw) as bit:
             try:
                 found = outcome(reader, path, tmp_path / "out")
@@ -360,8 +350,7 @@ def test_a_flipped_bit_goes_nowhere(made, tmp_path, monkeypatch, bits):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_large", [False, True])
-def test_a_flipped_bit_in_a_bucket(made, tmp_path, monkeypatch, s3, is_large):
+def test_a_flipped_bit_in_a_bucket(made, tmp_path, monkeypatch, s3):
     """Of an object that the service takes for the one that was written."""
     monkeypatch.setenv("FT_CKPT_CACHE", str(tmp_path / "cache"))
     for kind in ("model", "dual", "adapter"):
@@ -385,7 +374,6 @@ def test_a_flipped_bit_in_a_bucket(made, tmp_path, monkeypatch, s3, is_large):
         for name in sorted(names):
             for given, is_whole in ((whole, True), (dataclasses.replace(whole, content=bytes(content)), False)):
                 objects[key] = given
-                monkeypatch.setattr(proofs, "SMALL_BYTES", 0 if is_large else 1 << 20)
                 found = outcome(readers[name], f"s3://bucket/{kind}/damaged", tmp_path / "out")
                 assert (found is not None) == is_whole, (kind, file, name, bit)
         objects[key] = whole
@@ -398,22 +386,3 @@ def test_nothing_is_sent_of_a_damaged_checkpoint(made, s3):
         with pytest.raises(CorruptError, match=r"model\.safetensors: digest"):
             ft_ckpt.convert(made / "model" / "damaged", "s3://bucket/new.safetensors", progress=False)
     assert not s3.names()
-
-
-def bytes_read() -> int:
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="nobody counts what is read")
-@pytest.mark.parametrize("form", ["safetensors", "dual", "h5"])
-def test_each_byte_is_read_once(tmp_path, form):
-    """The digests are taken from what is read anyway."""
-    CheckpointSaver().save(nn.Sequential(nn.Linear(1111, 1111), nn.Linear(1111, 1111)), tmp_path / "one", format=form)
-    size = max(file.size_bytes for file in read_manifest(tmp_path / "one").files)
-    for times, call in (
-        (1, ft_ckpt.convert),
-        (2, lambda one, *rest, **given: ft_ckpt.average([one, one], *rest, **given)),
-    ):
-        before = bytes_read()
-        call(tmp_path / "one", tmp_path / f"{times}", progress=False)
-        assert times * size <= bytes_read() - before < (times + 0.1) * size
