@@ -5,9 +5,8 @@ from functools import partial
 import pytest
 from buckets import new_bucket
 from faults import Requests, try_worlds
-from faulty_stores import CountingStore
+from faulty_stores import Stopped, Watch, all_interleavings
 from small_checkpoints import save_with_state
-from watched_stores import Stopped, Watch, all_interleavings
 
 from ft_ckpt.checkpoint import guards, leases
 from ft_ckpt.checkpoint.bucket_delete import drop_from_bucket, strip_in_bucket
@@ -449,16 +448,16 @@ def test_who_waits_for_a_removal_waits_a_minute(bucket, monkeypatch, no_pause):
 
 def test_what_a_lease_costs(bucket):
     """One write and one deletion, and nothing where nothing is held."""
-    counting = CountingStore(bucket.within("checkpoint-1"))
-    with open_checkpoint(Place(counting)) as held:
+    watch = Watch()
+    store = watch.store(bucket.within("checkpoint-1"))
+    with open_checkpoint(Place(store)) as held:
         assert [name for name in marks_in(bucket) if LEASE in name]
         assert not [each.name for each in held.store.list() if each.name.startswith(LEASE)]
-    calls = [call for call, _ in counting.calls]
-    assert sorted(calls) == ["delete", "list", "open", "stat", "stat", "write"]
+    assert sorted(watch.calls) == ["delete", "list", "open", "stat", "stat", "write"]
     assert marks_in(bucket) == []
-    counting.calls.clear()
-    assert verify(Place(counting), deep=False).ok
-    assert not {"write", "delete"} & {call for call, _ in counting.calls}
+    watch.calls.clear()
+    assert verify(Place(store), deep=False).ok
+    assert not {"write", "delete"} & set(watch.calls)
 
 
 def test_a_bucket_that_is_read_only_is_read_without_a_lease(bucket):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from buckets import in_bucket, new_bucket
-from faulty_stores import CountingStore, RefusingStore, TornStore, Wrapped
+from faulty_stores import TornStore, Watch, Wrapped, refusing
 from http_server import Fault
 from s3_server import FAST
 from small_checkpoints import make_checkpoint, rewrite_manifest, save
@@ -115,10 +115,10 @@ def test_a_large_object_is_digested_range_by_range(local, remote, monkeypatch):
 
 def test_a_look_at_a_bucket_is_few_requests(remote):
     """One listing of each folder, and one read of each small file: never a request for a file's size alone."""
-    counting = CountingStore(remote)
-    manifest = load_manifest(counting)
-    assert problems(counting, deep=False) == []
-    calls = [name for name, _ in counting.calls]
+    watch = Watch()
+    manifest = load_manifest(watch.store(remote))
+    assert problems(watch.store(remote), deep=False) == []
+    calls = watch.calls
     assert calls.count("list_folder") == 2 * 2, "the folders of the files, and those of the parts"
     assert calls.count("stat") == 0
     assert calls.count("open") <= 2 + 3 * len(manifest.files)
@@ -126,14 +126,14 @@ def test_a_look_at_a_bucket_is_few_requests(remote):
 
 def test_stores_that_fail_are_said_and_never_taken_for_empty(local):
     with pytest.raises(UnreadableError, match="refused"):
-        load_manifest(RefusingStore(local, ["open"], MANIFEST_NAME))
+        load_manifest(Watch(refusing(["open"], MANIFEST_NAME)).store(local))
     with pytest.raises(ManifestError, match="cut short"):
         load_manifest(TornStore(local, MANIFEST_NAME))
     with pytest.raises(UnreadableError, match="refused"):
-        problems(RefusingStore(local, ["list_folder"]))
+        problems(Watch(refusing(["list_folder"])).store(local))
     assert problems(TornStore(local, SHARD))[0].startswith(f"{SHARD}: not a readable safetensors file")
     (shard,) = (record for record in load_manifest(local).files if record.path == SHARD)
-    (refused,) = file_problems(RefusingStore(local, ["open"], "policy"), shard)
+    (refused,) = file_problems(Watch(refusing(["open"], "policy")).store(local), shard)
     assert refused.startswith(f"{SHARD}: cannot be read (")
     with pytest.raises(NotACheckpointError, match=r"no ft_ckpt\.json in it"):
         load_manifest(LocalStore(local.folder / "policy"))

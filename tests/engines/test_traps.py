@@ -1,15 +1,15 @@
 """What goes wrong with servers: each failure is noticed, and undone, and no server stays paused."""
 
-import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch
 from engine_files import EngineFiles
 from engine_models import base_model, tokenizer
 from engine_server import Engine, serving
-from places import WORKERS, python_path
+from faults import KILLS, Server, World, try_worlds
+from places import python_path
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ft_ckpt.engines.publish as publishing
@@ -28,7 +29,8 @@ from ft_ckpt.engines import servers
 from ft_ckpt.errors import CheckpointError, CorruptError, EngineError, LoadError
 
 KINDS = ("vllm", "sglang")
-TRIES = 400  # of requests of a publish, at most
+Old = tuple[str, str, dict[str, Any]]  # weights, version and adapters of a server
+_CONTEXT = multiprocessing.get_context("forkserver")
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +130,7 @@ def test_two_publishers_of_one_adapter(files: EngineFiles) -> None:
     with serving(files.base) as engine:
 
         def overtake() -> None:
-            engine.fail(skips=TRIES - 1, cuts="before")
+            engine.faults.clear()
             publish(files.adapters[0], engine.url)
 
         engine.fail("/v1/load_lora_adapter", cuts="before", then=overtake)
@@ -462,7 +464,11 @@ def old_version(files: EngineFiles, kind: str, count: int = 1) -> Iterator[list[
         yield engines
 
 
-def put_old(engine: Engine, old: tuple[str, str, dict[str, Any]]) -> None:
+def state_of(engine: Engine) -> Old:
+    return engine.held, engine.weight_version, dict(engine.adapters)
+
+
+def put_old(engine: Engine, old: Old) -> None:
     """Give the server what it held at the beginning."""
     engine.faults.clear()
     engine.held, engine.weight_version, engine.adapters = old[0], old[1], dict(old[2])
@@ -470,40 +476,30 @@ def put_old(engine: Engine, old: tuple[str, str, dict[str, Any]]) -> None:
     engine.running.set()
 
 
-def every_request(files: EngineFiles, kind: str, what: str, how: str, count: int, numbers: range) -> int:
-    """Let the n-th request to the last server fail, for each n until a publish has fewer requests. The last n."""
+def check_fault(files: EngineFiles, engines: list[Engine], old: Old, what: str, world: World) -> None:
+    """A fault of a request to the last server: all servers hold the old version or the new one; the next one works."""
     new = files.weights[1] if what == "weights" else files.adapters[1]
-    with old_version(files, kind, count) as engines:
-        faulty = engines[-1]
-        old = (faulty.held, faulty.weight_version, dict(faulty.adapters))
-        for number in numbers:
-            for engine in engines:
-                put_old(engine, old)
-                engine.requests.clear()
-            fault = faulty.fail(skips=number - 1, **FAULTS[how])
-            text = ""
-            try:
-                report = publish(
-                    new, [engine.url for engine in engines], name="policy" if what == "adapter" else None,
-                    timeout_seconds=0.5 if how == "hang" else 10,
-                )  # fmt: skip
-                version = report.version
-            except CheckpointError as error:  # of a server that lists no models: no server
-                text, version = str(error), ""
-            if fault.matched < number:
-                assert not text
-                return number
-            check_whole(engines, old, new, what, text, version)
-            faulty.faults.clear()
-            send(new, *engines, name="policy" if what == "adapter" else None)
-            for engine in engines:
-                assert engine.held == (str(new) if what == "weights" else old[0])
-                assert "(loading)" not in engine.weight_version
-                assert len(engine.adapters) == (1 if what == "weights" else 2)
-    return 0
+    for engine in engines:
+        put_old(engine, old)
+        engine.requests.clear()
+    name = "policy" if what == "adapter" else None
+    timeout_seconds = 0.5 if world.fault == "hang" else 10
+    text, version = "", ""
+    try:
+        action = partial(publish, name=name, timeout_seconds=timeout_seconds)
+        version = world.run(action, new, [engine.url for engine in engines]).version
+    except CheckpointError as error:  # of a server that lists no models: no server
+        text = str(error)
+    assert world.fault or not text
+    check_whole(engines, old, new, what, text, version)
+    send(new, *engines, name=name)
+    for engine in engines:
+        assert engine.held == (str(new) if what == "weights" else old[0])
+        assert "(loading)" not in engine.weight_version
+        assert len(engine.adapters) == (1 if what == "weights" else 2)
 
 
-def check_whole(engines: list[Engine], old: Any, new: Path, what: str, text: str, version: str) -> None:
+def check_whole(engines: list[Engine], old: Old, new: Path, what: str, text: str, version: str) -> None:
     """All servers hold the old version or all the new one, as the error says."""
     for engine in engines:
         assert not engine.is_paused, text
@@ -538,7 +534,9 @@ FAULTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("what", ["adapter", "weights"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_at_every_request(kind: str, what: str, how: str, count: int, files: EngineFiles) -> None:
-    assert every_request(files, kind, what, how, count, range(1, TRIES)) > 10
+    with old_version(files, kind, count) as engines:
+        trial = partial(check_fault, files, engines, state_of(engines[-1]), what)
+        assert try_worlds(trial, Server(engines[-1], {how: FAULTS[how]})).calls > 10
 
 
 MISSING = [("weights", "404", number) for number in (13, 14, 15)]  # such as the version, which is read before it is set
@@ -549,79 +547,61 @@ MISSING = [("weights", "404", number) for number in (13, 14, 15)]  # such as the
     [("adapter", "close after", 6), ("weights", "close", 7), ("weights", "close after", 12), *MISSING],
 )
 def test_a_fault_at_a_request(what: str, how: str, number: int, files: EngineFiles) -> None:
-    every_request(files, "vllm", what, how, 1, range(number, number + 1))
+    with old_version(files, "vllm") as engines:
+        world = World(Server(engines[-1], FAULTS), how, number)
+        check_fault(files, engines, state_of(engines[-1]), what, world)
+        assert world.is_met
 
 
 # A publisher that is killed
 
 
-@pytest.fixture(scope="module")
-def publisher() -> Iterator[Callable[..., int]]:
-    """Publish in a process that the `at`-th request kills, before it is done or `late`; how it ended."""
-    environment = {**os.environ, "PYTHONPATH": python_path()}
-    command = [sys.executable, str(WORKERS / "publish.py")]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        stdin, stdout = process.stdin, process.stdout
-        assert stdout.readline() == "ready\n"
-
-        def run(checkpoint: Path, engine: Engine, at: int, late: bool, **options: Any) -> int:
-            pids: list[int] = []
-            known = threading.Event()
-
-            def kill() -> None:
-                known.wait(20)
-                os.kill(pids[0], signal.SIGKILL)
-                time.sleep(0.02)
-
-            engine.fail(skips=at - 1, cuts="after" if late else "before", then=kill)
-            print(json.dumps({"checkpoint": str(checkpoint), "url": engine.url, "options": options}), file=stdin,
-                  flush=True)  # fmt: skip
-            pids.append(int(stdout.readline()))
-            known.set()
-            return int(stdout.readline())
-
-        yield run
-        stdin.close()
+@pytest.fixture
+def _loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork publishers from a process that has loaded their module."""
+    monkeypatch.setenv("PYTHONPATH", python_path())
+    _CONTEXT.set_forkserver_preload(["ft_ckpt.engines.publish"])
+    ensure_running()
 
 
-def kill_at(files: EngineFiles, publisher: Callable[..., int], kind: str, what: str, late: bool, numbers: range) -> int:
-    """Kill the publisher at the n-th request, for each n until a publish ends before. The last n."""
+def publish_in_a_process(world: World, path: Path, url: str, options: dict[str, Any]) -> int | None:
+    """The exit status of a process that publishes."""
+    process = _CONTEXT.Process(target=publish, args=(path, url), kwargs=options)
+    process.start()
+    world.begin(process.pid or 0)
+    process.join()
+    return process.exitcode
+
+
+def check_kill(files: EngineFiles, engine: Engine, old: Old, what: str, world: World) -> None:
+    """After a publisher that a request has killed, the server holds the old version or the new; the next one works."""
     new = files.weights[1] if what == "weights" else files.adapters[1]
-    with old_version(files, kind) as engines:
-        engine = engines[0]
-        old = (engine.held, engine.weight_version, dict(engine.adapters))
-        for number in numbers:
-            put_old(engine, old)
-            options = {"name": "policy"} if what == "adapter" else {}
-            ended = publisher(new, engine, number, late, **options)
-            if ended == 0:
-                return number
-            assert ended == -signal.SIGKILL
-            engine.faults.clear()
-            assert engine.held in (old[0], str(new))
-            if engine.weight_version == old[1]:
-                assert engine.held == old[0]
-            if number % 2:  # another version than the one that was killed
-                send(files.weights[0] if what == "weights" else files.adapters[2], engine, **options)
-            send(new, engine, **options)
-            assert engine.held == (str(new) if what == "weights" else old[0])
-    return 0
+    options = {"name": "policy"} if what == "adapter" else {}
+    put_old(engine, old)
+    status = world.run(publish_in_a_process, world, new, engine.url, options)
+    assert status == (-signal.SIGKILL if world.is_met else 0)
+    assert engine.held in (old[0], str(new))
+    if engine.weight_version == old[1]:
+        assert engine.held == old[0]
+    if world.number % 2:  # another version than the one that was killed
+        send(files.weights[0] if what == "weights" else files.adapters[2], engine, **options)
+    send(new, engine, **options)
+    assert engine.held == (str(new) if what == "weights" else old[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.usefixtures("_loaded")
+@pytest.mark.parametrize("name", KILLS)
 @pytest.mark.parametrize("what", ["adapter", "weights"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kill_at_every_request(
-    kind: str, what: str, late: bool, files: EngineFiles, publisher: Callable[..., int]
-) -> None:
-    assert kill_at(files, publisher, kind, what, late, range(1, TRIES)) > 10
+def test_a_kill_at_every_request(kind: str, what: str, name: str, files: EngineFiles) -> None:
+    with old_version(files, kind) as (engine,):
+        trial = partial(check_kill, files, engine, state_of(engine), what)
+        assert try_worlds(trial, Server(engine, {name: KILLS[name]})).calls > 10
 
 
 @pytest.mark.slow
-def test_a_kill_at_a_request(files: EngineFiles, publisher: Callable[..., int]) -> None:
-    kill_at(files, publisher, "vllm", "weights", True, range(7, 8))  # when the weights are loaded
+@pytest.mark.usefixtures("_loaded")
+def test_a_kill_at_a_request(files: EngineFiles) -> None:
+    with old_version(files, "vllm") as (engine,):  # when the weights are loaded
+        check_kill(files, engine, state_of(engine), "weights", World(Server(engine, KILLS), "killed after", 7))

@@ -1,13 +1,11 @@
 """Training runs that save to a bucket on loopback, in processes that end or are killed at a chosen request."""
 
 import json
-import os
-import signal
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from http_server import Fault, Request
+from faults import World
+from http_server import Fault
 from launch import run_python
 from places import WORKERS
 from s3_server import BUCKET, FAST, S3
@@ -28,35 +26,23 @@ class Life:
     losses: dict[int, str] = field(default_factory=dict)
 
 
-def live(s3: S3, steps: int, fault: Callable[[int], Fault] | None = None, **settings: Any) -> Life:
+def live(s3: S3, steps: int, world: World | None = None, fault: Fault | None = None, **settings: Any) -> Life:
     """Train up to `steps`, saving at every step, from the state of the run in the bucket.
 
-    `fault` is called with the process id, so that it can kill the process. `settings` go to the saver.
+    A world can kill the process. `fault` meets the requests after its start. `settings` go to the saver.
     """
 
-    def begun(pid: int) -> None:
-        s3.faults = [fault(pid)] if fault else []
+    def begun(process: int) -> None:
+        if world is not None:
+            world.begin(process)
+        if fault is not None:
+            s3.faults = [fault]
 
     done = run_python(TRAIN, steps, json.dumps(settings, default=str), begun=begun)
-    s3.faults = []
+    if fault is not None:
+        s3.faults = []
     told = [json.loads(line) for line in done.stdout.splitlines() if line.endswith("]")]  # a kill may cut the last
     return Life(done.returncode, "".join(said for step, said in told if not step), {n: said for n, said in told if n})
-
-
-def kill_at(number: int, *, acts_first: bool) -> Callable[[int], Fault]:
-    """Kill the process when that request arrives or, with `acts_first`, when it has been executed."""
-
-    def fault(pid: int) -> Fault:
-        def befalls(asked: Request) -> bool:
-            if asked.number == number and not acts_first:
-                os.kill(pid, signal.SIGKILL)
-            return asked.number == number
-
-        if acts_first:
-            return Fault(befalls, cuts="after", then=lambda: os.kill(pid, signal.SIGKILL))
-        return Fault(befalls, cuts="before")
-
-    return fault
 
 
 def committed(s3: S3) -> set[int]:

@@ -35,9 +35,6 @@ IN_BUCKET = "bucket:"  # prefix of the names of objects, in mappings that also h
 Files = Mapping[str, bytes]  # by path, relative to the folder of the trial
 
 
-KILLS = {"killed before": {"cuts": "before"}, "killed after": {"cuts": "after"}}  # a request is executed
-
-
 @dataclass
 class CommandTrials:
     """One command and its target, run repeatedly from the same files and objects."""
@@ -76,11 +73,7 @@ class CommandTrials:
     def _disturbed(self, world: World, root: Path) -> Ended:
         action: Callable[..., Ended] = partial(world.run, self.act)
         if isinstance(world.calls, Server):  # the fake kills the process, and not the preloaded layer
-
-            def begun(process: int) -> None:
-                world.process = process
-
-            action = partial(world.run, partial(self.preloaded.run, self.act, begun=begun))
+            action = partial(world.run, partial(self.preloaded.run, self.act, begun=world.begin))
         return action(root, *self._arguments(root))
 
     # One trial

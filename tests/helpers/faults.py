@@ -23,6 +23,7 @@ import mmap
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -31,13 +32,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_stores import Stopped, Watch
 from http_server import FakeServer, Fault
 from seeds import chosen_seed
-from watched_stores import Stopped, Watch
 
 from ft_ckpt.errors import TargetError
 from ft_ckpt.storage import local_disk
 
+KILLS = {"killed before": {"cuts": "before"}, "killed after": {"cuts": "after"}}  # a request is executed
 _MAX_SHOWN = 10
 _DISK_CALLS = ("mkdir", "move", "exchange_folders", "unlink", "chmod", "fsync", "rmtree")  # all that change the disk
 _RAISED = {"Ctrl-C": KeyboardInterrupt(), "EIO": OSError(errno.EIO, "I/O error")}
@@ -63,8 +65,9 @@ class World:
     count: int = 0  # calls that the run made
     is_met: bool = False  # False if the run made fewer calls
     watch: Watch = field(default_factory=Watch)  # of the stores in this world
-    process: int = 0  # the one that a fault of a server kills
+    process: int = 0  # the one that a fault of a server kills, once `begin` was called
     meanwhile: Callable[[], object] = lambda: None  # called just before a kill of another process
+    has_begun: threading.Event = field(default_factory=threading.Event)
 
     @property
     def name(self) -> str:
@@ -75,8 +78,14 @@ class World:
         """Do `action` in this world. A kill and an error of ft_ckpt are part of it; any other error is raised."""
         return self.calls.run(self, action, *arguments)
 
+    def begin(self, process: int) -> None:
+        """Name the process that does its action."""
+        self.process = process
+        self.has_begun.set()
+
     def kill(self) -> None:
         """Kill its process."""
+        self.has_begun.wait()
         self.meanwhile()
         os.kill(self.process, signal.SIGKILL)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from buckets import in_bucket, new_bucket
 from compare import logits
-from faulty_stores import CountingStore
+from faulty_stores import Watch
 from places import ROOT
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -145,11 +145,10 @@ def test_readers_see_one_save_or_an_error(tmp_path):
 def test_opening_is_few_requests(sharded):
     bucket = new_bucket()
     in_bucket(sharded, bucket)
-    counting = CountingStore(bucket.within(sharded.name))
-    with open_checkpoint(Place(counting)) as held:
+    watch = Watch()
+    with open_checkpoint(Place(watch.store(bucket.within(sharded.name)))) as held:
         assert len(held.manifest.files) > 5
-    calls = [name for name, _ in counting.calls]
-    assert calls == ["stat", "write", "list", "stat", "open", "delete"], (
+    assert watch.calls == ["stat", "write", "list", "stat", "open", "delete"], (
         "a lease around it; what is opened is the manifest"
     )
 

@@ -5,32 +5,32 @@ whole, the run goes on as if nothing had been, and nothing that was broken off s
 """
 
 import pytest
-from bucket_lives import PREFIX, Life, committed, kill_at, live
-from http_server import Fault
+from bucket_lives import PREFIX, committed, live
+from faults import Server, try_worlds
 
 BEFORE, DONE, AFTER = 2, 3, 4  # the step that each trial begins at, the one that it makes, and the one after it
 
 
-def conditional(number):
-    """That request, if it has a condition: no other is answered so."""
-    return lambda asked: asked.number == number and bool({"if-match", "if-none-match"} & asked.headers.keys())
+def is_conditional(request):
+    """Whether it has a condition: no other is answered so."""
+    return bool({"if-match", "if-none-match"} & request.headers.keys())
 
 
 FAULTS = {
-    "killed before": lambda number: kill_at(number, acts_first=False),
-    "killed after": lambda number: kill_at(number, acts_first=True),
-    "refused": lambda number: lambda _: Fault(at=number, status=403, code="ExpiredToken"),
-    "conflict": lambda number: lambda _: Fault(at=number, status=409, code="ConditionalRequestConflict"),
-    "failed": lambda number: lambda _: Fault(at=number, status=500),
-    "condition failed": lambda number: lambda _: Fault(conditional(number), status=412, code="PreconditionFailed"),
-    "slow down": lambda number: lambda _: Fault(at=number, status=503, code="SlowDown"),
-    "done, and an error": lambda number: lambda _: Fault(at=number, status=500, acts_first=True),
-    "answer lost": lambda number: lambda _: Fault(at=number, cuts="after"),
-    "answer cut": lambda number: lambda _: Fault(at=number, cuts="during"),
-    "cut": lambda number: lambda _: Fault(at=number, cuts="before"),
-    "answer too short": lambda number: lambda _: Fault(at=number, keeps_bytes=1, lies=True),
+    "killed before": {"cuts": "before"},
+    "killed after": {"cuts": "after"},
+    "refused": {"status": 403, "code": "ExpiredToken"},
+    "conflict": {"status": 409, "code": "ConditionalRequestConflict"},
+    "failed": {"status": 500},
+    "condition failed": {"matches": is_conditional, "status": 412, "code": "PreconditionFailed"},
+    "slow down": {"status": 503, "code": "SlowDown"},
+    "done, and an error": {"status": 500, "acts_first": True},
+    "answer lost": {"cuts": "after"},
+    "answer cut": {"cuts": "during"},
+    "cut": {"cuts": "before"},
+    "answer too short": {"keeps_bytes": 1, "lies": True},
 }
-SAMPLE = [("killed after", 0.5), ("answer lost", 0.55)]
+SAMPLE = ("killed after", "answer lost")
 
 
 class Run:
@@ -38,45 +38,38 @@ class Run:
 
     def __init__(self, s3):
         self.s3 = s3
-        self.expected = live(s3, BEFORE)
-        assert self.expected == Life(0, "", self.expected.losses)
+        begun = live(s3, BEFORE)
+        assert (begun.status, begun.error) == (0, "")
+        self.losses = begun.losses
         self.start = dict(s3.buckets["bucket"])
-        begun = s3.asked
-        self.expected.losses.update(live(s3, DONE).losses)
-        self.requests = s3.asked - begun
-        self.expected.losses.update(live(s3, AFTER).losses)
-        assert committed(s3) == {DONE, AFTER}
-        self.files = {name for name in self.start if f"-{BEFORE}/" in name} | set(s3.names())
+        self.files = {name for name in self.start if f"-{BEFORE}/" in name}
 
-    def trial(self, what: str, number: int) -> None:
+    def trial(self, world):
         s3 = self.s3
         s3.buckets["bucket"] = dict(self.start)
-        stopped = live(s3, DONE, FAULTS[what](s3.asked + number))
-        assert committed(s3) >= ({BEFORE} if DONE not in committed(s3) else {BEFORE, DONE}), (what, number)
-        assert (stopped.status < 0) == what.startswith("killed"), (what, number, stopped)
+        stopped = world.run(live, s3, DONE, world)
+        assert committed(s3) >= ({BEFORE} if DONE not in committed(s3) else {BEFORE, DONE})
+        assert (stopped.status < 0) == world.fault.startswith("killed"), stopped
         s3.advance(2 * 86_400)
         again = live(s3, AFTER)
-        assert (again.status, again.error) == (0, ""), (what, number, again)
+        assert (again.status, again.error) == (0, ""), again
+        if not world.fault:
+            self.losses |= stopped.losses | again.losses
+            self.files |= set(s3.names())
         for life in (stopped, again):
-            assert life.losses.items() <= self.expected.losses.items(), (what, number)
+            assert life.losses.items() <= self.losses.items()
         kept = {DONE, AFTER} | ({BEFORE} & committed(s3))  # which a run that was resumed from it leaves alone
-        assert committed(s3) == kept, (what, number)
-        assert [name for name in s3.names(PREFIX) if name not in self.files] == [], (what, number)
-
-
-@pytest.fixture
-def run(s3):
-    return Run(s3)
+        assert committed(s3) == kept
+        assert [name for name in s3.names(PREFIX) if name not in self.files] == []
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_goes_on(run):
-    for what, share in SAMPLE:
-        run.trial(what, max(1, int(run.requests * share)))
+def test_a_run_that_is_stopped_goes_on(s3):
+    faults = {name: FAULTS[name] for name in SAMPLE}
+    try_worlds(Run(s3).trial, Server(s3, faults), max_worlds=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", FAULTS)
-def test_a_run_that_is_stopped_at_any_request_goes_on(run, what):
-    for number in range(1, run.requests + 1):
-        run.trial(what, number)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_run_that_is_stopped_at_any_request_goes_on(s3, name):
+    try_worlds(Run(s3).trial, Server(s3, {name: FAULTS[name]}))

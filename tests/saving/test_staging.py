@@ -7,10 +7,12 @@ import threading
 import time
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
-from bucket_lives import BUCKET_RUN, committed, kill_at, live
+from bucket_lives import BUCKET_RUN, committed, live
+from faults import KILLS, Server, try_worlds
 from http_server import Fault
 from launch import run_and_signal, run_cases, selected
 from s3_server import FAST, running_s3
@@ -73,18 +75,15 @@ class Trials:
         assert live(s3, 2, staging=self.folder).error == ""
         self.start = dict(s3.buckets["bucket"])
         shutil.copytree(self.folder, self.kept)
-        before = s3.asked
-        assert live(s3, 3, staging=self.folder).error == ""
-        self.requests = s3.asked - before
 
-    def trial(self, number: int, *, acts_first: bool, is_lost: bool) -> None:
+    def trial(self, is_lost: bool, world) -> None:
         """Killed at a request of the third step; then the run goes on, on this machine or on another."""
-        s3, what = self.s3, (number, acts_first, is_lost)
+        s3, what = self.s3, world.name
         s3.buckets["bucket"] = dict(self.start)
         shutil.rmtree(self.folder)
         shutil.copytree(self.kept, self.folder)
-        stopped = live(s3, 3, kill_at(s3.asked + number, acts_first=acts_first), staging=self.folder)
-        assert stopped.status < 0, what
+        stopped = world.run(partial(live, staging=self.folder), s3, 3, world)
+        assert (stopped.status < 0) == bool(world.fault), what
         assert committed(s3) >= {2}, what
         assert all(verify(self.folder / name).ok for name in names(self.folder)), what
         if is_lost:
@@ -105,17 +104,16 @@ class Trials:
 @pytest.mark.slow
 def test_a_run_that_is_killed_anywhere_goes_on_bit_for_bit(s3, tmp_path):
     trials = Trials(s3, tmp_path)
-    for share, acts_first, is_lost in ((0.45, False, True), (0.6, True, False), (0.95, True, True)):
-        trials.trial(max(1, int(trials.requests * share)), acts_first=acts_first, is_lost=is_lost)
+    for is_lost in (False, True):
+        try_worlds(partial(trials.trial, is_lost), Server(s3, KILLS), max_worlds=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_lost", [False, True])
-@pytest.mark.parametrize("acts_first", [False, True])
-def test_a_run_that_is_killed_at_any_request_goes_on(s3, tmp_path, acts_first, is_lost):
+@pytest.mark.parametrize("name", KILLS)
+def test_a_run_that_is_killed_at_any_request_goes_on(s3, tmp_path, name, is_lost):
     trials = Trials(s3, tmp_path)
-    for number in range(1, trials.requests + 1):
-        trials.trial(number, acts_first=acts_first, is_lost=is_lost)
+    try_worlds(partial(trials.trial, is_lost), Server(s3, {name: KILLS[name]}))
 
 
 @pytest.mark.slow
@@ -124,7 +122,7 @@ def test_a_bucket_that_fails_stops_no_training_and_catches_up(s3, tmp_path):
     expected = live(s3, LAST).losses
     s3.buckets["bucket"] = {}
     begun = live(s3, 1, staging=folder)
-    life = live(s3, 4, lambda _: Fault("PUT .*checkpoint-[234]", **DOWN), staging=folder)
+    life = live(s3, 4, fault=Fault("PUT .*checkpoint-[234]", **DOWN), staging=folder)
     assert sorted(life.losses) == [2, 3, 4], "training goes on"
     assert life.error.startswith("TargetError")
     assert "checkpoint-4, checkpoint-3" in life.error

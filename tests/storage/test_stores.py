@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from buckets import new_bucket
 from contract_store import StoreContract, put
-from faulty_stores import CountingStore, FullStore, RefusingStore, SlowStore, TornStore
 from s3_server import BUCKET
 
-from ft_ckpt.errors import ConfigError, CorruptError, NoSpaceError, TargetError, UnreadableError
+from ft_ckpt.errors import ConfigError, CorruptError, TargetError
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place, open_store
@@ -209,26 +208,3 @@ def test_an_upload_that_fails_is_raised_and_leaves_nothing(monkeypatch):
     assert "Backtrace" not in str(caught.value)
     writing.abandon()
     assert store.list() == []
-
-
-# Stores that fail
-
-
-def test_faulty_stores(local):
-    full = FullStore(local, 150)
-    put(full, "a", b"x" * 100)
-    with pytest.raises(NoSpaceError, match="b: no room"):
-        put(full, "b", b"x" * 100)
-    counting = CountingStore(local)
-    assert counting.read("a", 0, 1) == b"x"
-    assert counting.calls == [("read", "a")]
-    refusing = RefusingStore(local, ["write", "read"], "secret")
-    refusing.write("open", b"x")
-    with pytest.raises(TargetError, match="secret/a: refused"):
-        refusing.write("secret/a", b"x")
-    with pytest.raises(UnreadableError, match="secret/a: refused"):
-        refusing.read("secret/a")
-    assert len(TornStore(local).read("a")) == 50
-    with pytest.raises(CorruptError, match="cut short"):
-        TornStore(local).open("a").read_into(memoryview(bytearray(10)))
-    assert SlowStore(local, 0.01).read("a") == b"x" * 100

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from command_trials import KILLS, CommandTrials
-from faults import Server, try_worlds
+from command_trials import CommandTrials
+from faults import KILLS, Server, try_worlds
 from hub_server import serving_hub, using_hub
 from preloaded import Preloaded, System
 from s3_server import running_s3
