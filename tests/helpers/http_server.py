@@ -48,7 +48,7 @@ class Request:
 
 @dataclass
 class Fault:
-    """A fault of the next `times` requests that match, or of the request with the number `at`.
+    """A fault of the next `times` requests that match, or of those from the number `at` on.
 
     With neither a status nor a cut, `seconds`, `then` and `keeps_bytes` befall a request that is executed.
     """
@@ -72,7 +72,7 @@ class Fault:
     def befalls(self, request: Request) -> bool:
         """Whether this request is affected."""
         is_match = self.matches(request) if callable(self.matches) else re.search(self.matches, request.line)
-        if not is_match or (self.at and request.number != self.at):
+        if not is_match or request.number < self.at:
             return False
         self.matched += 1
         return self.skips < self.matched <= self.skips + self.times

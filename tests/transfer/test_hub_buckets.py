@@ -2,8 +2,6 @@
 
 import logging
 import multiprocessing
-import os
-import random
 import signal
 import sys
 import tempfile
@@ -17,13 +15,13 @@ from types import SimpleNamespace
 import models
 import pytest
 import torch
+from faults import KILLS, Server, try_worlds
 from http_server import Fault
 from hub_bucket_server import Bucket, copy_as_client, serving_buckets, using_buckets
 from hub_server import TOKEN
 from huggingface_hub import HfApi
 from huggingface_hub.utils import _http
 from places import python_path
-from seeds import chosen_seed
 from small_checkpoints import contents, save_with_state
 
 import ft_ckpt
@@ -195,18 +193,10 @@ def test_commands_take_such_urls(hub, small, tmp_path, monkeypatch, capsys):
 # What goes wrong
 
 
-MOST = [3, pytest.param(1000, marks=pytest.mark.slow)]  # of the requests of a copy, at which something happens
-LOST = {"cuts": "after"}
+MAX_WORLDS = [3, pytest.param(0, marks=pytest.mark.slow)]  # 0: all requests of a copy
+PASSING = {"busy": {"status": 503}, "answer lost": {"cuts": "after"}}
+LASTING = {"refused": {"status": 403, "times": 10_000}}
 _CONTEXT = multiprocessing.get_context("forkserver")
-
-
-def each_request(hub, most, begin, *args, **more):
-    """Numbers of requests that `begin` makes, the first is 0: all of them, or `most`."""
-    hub.requests.clear()
-    begin(*args, **more)
-    count = len(hub.requests)
-    assert count > 5
-    return sorted(random.Random(chosen_seed()).sample(range(count), min(most, count)))
 
 
 class Way:
@@ -215,12 +205,12 @@ class Way:
     def __init__(self, hub, name, new, old, folder):
         self.hub, self.name, self.new, self.old, self.folder = hub, name, str(new), str(old), folder
 
-    def prepare(self, number):
+    def prepare(self, world):
         """Source and destination of a copy."""
-        there = f"{URL}/{number}/checkpoint-1"
+        there = f"{URL}/{world.name}/checkpoint-1"
         if self.name != "up":
             copy(self.new if self.name == "down" else self.old, there)
-        return (there, str(self.folder / f"down-{number}")) if self.name == "down" else (self.new, there)
+        return (there, str(self.folder / world.name)) if self.name == "down" else (self.new, there)
 
     def finish(self, source, goal):
         """What was done in part is whole after the next call, and there is nothing else."""
@@ -245,53 +235,55 @@ ways = pytest.mark.parametrize("way", ["up", "over", "down"], indirect=True)
 
 
 @pytest.mark.sample("busy-3")
-@pytest.mark.parametrize("most", MOST)
-@pytest.mark.parametrize("fault", [{"status": 503}, LOST], ids=["busy", "answer lost"])
-def test_a_copy_outlives_what_passes_at_any_request(hub, small, most, fault):
+@pytest.mark.parametrize("max_worlds", MAX_WORLDS)
+@pytest.mark.parametrize("name", PASSING)
+def test_a_copy_outlives_what_passes_at_any_request(hub, small, max_worlds, name):
+    def trial(world):
+        world.run(copy, small, f"{URL}/{world.name}/")
+        assert is_whole(f"{URL}/{world.name}/checkpoint-1")
+
     copy(small, f"{URL}/earlier/")  # which makes the bucket
-    for at in each_request(hub, most, copy, small, f"{URL}/first/"):
-        hub.faults = [Fault("", skips=at, **fault)]
-        copy(small, f"{URL}/{at}/")
-        assert hub.faults[0].matched > at
-        assert is_whole(f"{URL}/{at}/checkpoint-1"), at
+    report = try_worlds(trial, Server(hub, {name: PASSING[name]}), max_worlds=max_worlds)
+    assert report.calls > 5
+    assert report.missed == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most", MOST)
+@pytest.mark.parametrize("max_worlds", MAX_WORLDS)
 @ways
-def test_a_copy_that_is_refused_from_any_request_on_is_finished_by_the_next(hub, way, most):
-    for at in each_request(hub, most, copy, *way.prepare("first"), overwrite=way.name == "over"):
-        source, goal = way.prepare(at)
-        hub.faults = [Fault("", 403, skips=at, times=10_000)]
+def test_a_copy_that_is_refused_from_any_request_on_is_finished_by_the_next(hub, way, max_worlds):
+    def trial(world):
+        source, goal = way.prepare(world)
         with suppress(CheckpointError):
-            copy(source, goal, overwrite=way.name == "over")
-        hub.faults = []
+            world.run(partial(copy, overwrite=way.name == "over"), source, goal)
         way.finish(source, goal)
 
+    assert try_worlds(trial, Server(hub, LASTING), max_worlds=max_worlds).calls > 5
 
-@pytest.mark.sample("up-before-2")
-@pytest.mark.parametrize("most", [2, MOST[1]])
-@pytest.mark.parametrize("acts_first", [False, True], ids=["before", "after"])
+
+@pytest.mark.sample("up-killed before-2")
+@pytest.mark.parametrize("max_worlds", [2, MAX_WORLDS[1]])
+@pytest.mark.parametrize("name", KILLS)
 @ways
-def test_a_copy_that_is_killed_at_any_request_is_finished_by_the_next(hub, way, monkeypatch, acts_first, most):
+def test_a_copy_that_is_killed_at_any_request_is_finished_by_the_next(hub, way, monkeypatch, name, max_worlds):
     monkeypatch.setenv("PYTHONPATH", python_path())
     _CONTEXT.set_forkserver_preload(["ft_ckpt.transfer.hub_buckets", "hub_bucket_server"])
     ensure_running()
-    for at in each_request(hub, most, copy, *way.prepare("first"), overwrite=way.name == "over"):
-        source, goal = way.prepare(at)
+
+    def copied(world, source, goal):
         process = _CONTEXT.Process(target=copy_as_client, args=(hub.url, source, goal, way.name == "over"))
-        fault = Fault("", skips=at, cuts="after" if acts_first else "before")
-        fault.then = partial(kill, process)
-        hub.faults = [fault]
         process.start()
+        world.begin(process.pid)
         process.join()
-        assert process.exitcode in (0, -signal.SIGKILL)  # 0: its last request is one that it does not need
-        hub.faults = []
+        return process.exitcode
+
+    def trial(world):
+        source, goal = way.prepare(world)
+        status = world.run(copied, world, source, goal)
+        assert status in (0, -signal.SIGKILL)  # 0: its last request is one that it does not need
         way.finish(source, goal)
 
-
-def kill(process):
-    os.kill(process.pid, signal.SIGKILL)
+    assert try_worlds(trial, Server(hub, {name: KILLS[name]}), max_worlds=max_worlds).calls > 5
 
 
 def test_damage_is_found_on_both_ways(hub, small, tmp_path):
