@@ -1,16 +1,14 @@
-"""`ft-ckpt` as people and scripts run it: in a process of its own."""
+"""The answers of single commands, and the program: terminals, completion, options anywhere."""
 
-import json
 import os
-import pty
 import re
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
-from launch import run_python
+from commands import PROGRAM, ft_ckpt, ft_ckpt_on_terminal
 from small_checkpoints import make_checkpoint, manifest_of, save, save_of, save_with_state
 
 from ft_ckpt.checkpoint.catalog import discover
@@ -18,24 +16,7 @@ from ft_ckpt.checkpoint.commit import commit_stage, open_stage
 from ft_ckpt.checkpoint.guards import pin_reason
 from ft_ckpt.checkpoint.manifest import manifest_to_json
 
-RUN = "import sys; from ft_ckpt.cli import main; main()"
 DPO = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected")
-LISTED = """
-import atexit, sys
-atexit.register(lambda: print(*sorted({name.split(".")[0] for name in sys.modules}), file=sys.stderr))
-from ft_ckpt.cli import main
-main()
-"""
-
-
-def ft_ckpt(*arguments):
-    return run_python(RUN, *arguments)
-
-
-def ft_ckpt_alone(*arguments, code=LISTED):
-    """In an interpreter that has loaded nothing: the last line of its errors names all that is loaded at the end."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -52,8 +33,8 @@ def spoil(checkpoint):
 def test_ls(run):
     spoil(run / "checkpoint-20")
     answer = ft_ckpt("ls", run)
-    lines = answer.stdout.splitlines()
-    assert answer.returncode == 0
+    lines = answer.out.splitlines()
+    assert answer.code == 0
     assert lines[0].split() == ["checkpoint", "step", "age", "size", "kind", "parts", "valid"]
     assert lines[1].split()[:2] == ["checkpoint-1", "1"]
     assert lines[1].split()[-4:] == ["full", "model,", "policy", "yes"]
@@ -62,7 +43,7 @@ def test_ls(run):
 
 
 def test_ls_json(run):
-    rows = json.loads(ft_ckpt("ls", run, "--json").stdout)
+    rows = ft_ckpt("ls", run, "--json").document
     assert [(row["step"], row["valid"], row["parts"]) for row in rows] == [
         (1, True, ["", "policy"]),
         (20, True, ["", "policy"]),
@@ -71,27 +52,27 @@ def test_ls_json(run):
 
 def test_ls_of_an_empty_run(tmp_path):
     answer = ft_ckpt("ls", tmp_path)
-    assert (answer.returncode, answer.stdout) == (0, f"{tmp_path}: an empty folder; no save was completed there\n")
+    assert (answer.code, answer.out) == (0, f"{tmp_path}: an empty folder; no save was completed there\n")
 
 
 def test_latest_falls_back_in_one_line(run):
     """The newest is not valid, and the script that asks gets the one before."""
     spoil(run / "checkpoint-20")
     answer = ft_ckpt("latest", run)
-    assert (answer.returncode, answer.stdout) == (0, f"{run / 'checkpoint-1'}\n")
-    assert answer.stderr.startswith(f"ft-ckpt: {run / 'checkpoint-20'}: not valid, using an older checkpoint: ")
-    assert answer.stderr.count("\n") == 1
+    assert (answer.code, answer.out) == (0, f"{run / 'checkpoint-1'}\n")
+    assert answer.err.startswith(f"ft-ckpt: {run / 'checkpoint-20'}: not valid, using an older checkpoint: ")
+    assert answer.err.count("\n") == 1
 
 
 def test_latest_json(run):
-    answer = json.loads(ft_ckpt("latest", "--json", run).stdout)
+    answer = ft_ckpt("latest", "--json", run).document
     assert answer == {"path": str(run / "checkpoint-20"), "step": 20, "created": "2026-01-01T00:00:20+00:00"}
 
 
 def test_verify(run):
     answer = ft_ckpt("verify", run / "checkpoint-1")
-    assert answer.returncode == 0
-    assert answer.stdout.startswith(f"{run / 'checkpoint-1'}: ok, 8 files, ")
+    assert answer.code == 0
+    assert answer.out.startswith(f"{run / 'checkpoint-1'}: ok, 8 files, ")
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -100,12 +81,12 @@ def test_verify_says_what_is_wrong(run, fast):
     shard = run / "checkpoint-1" / "model-00001-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
     answer = ft_ckpt("verify", run / "checkpoint-1", "--json", *(["--fast"] if fast else []))
-    report = json.loads(answer.stdout)
-    assert (answer.returncode, report["ok"], len(report["problems"])) == (1, False, 1)
+    report = answer.document
+    assert (answer.code, report["ok"], len(report["problems"])) == (1, False, 1)
 
 
 def test_show(run):
-    lines = ft_ckpt("show", run / "checkpoint-1").stdout.splitlines()
+    lines = ft_ckpt("show", run / "checkpoint-1").out.splitlines()
     assert lines[0].endswith("checkpoint-1: 2 parts")
     assert lines[1] == "  step 1, saved 2026-01-01 00:00:01 UTC, full, 1.4 KB"
     assert lines[3] == "model: Tiny, 24 parameters in float32; 4 tensors"
@@ -114,7 +95,7 @@ def test_show(run):
 
 
 def test_show_json(run):
-    document = json.loads(ft_ckpt("show", run / "checkpoint-1", "--json").stdout)
+    document = ft_ckpt("show", run / "checkpoint-1", "--json").document
     assert [part["name"] for part in document["parts"]] == ["", "policy"]
     assert document["parts"][0]["tensors"][0]["shape"] == [2, 3]
 
@@ -123,11 +104,11 @@ def test_ls_of_what_a_run_has(tmp_path):
     """Metrics, a training state and a pin; a state is no part that could be loaded."""
     save_with_state(tmp_path / "checkpoint-3", 3, metrics={"eval_loss": 0.51234567, "accuracy": 1.0})
     ft_ckpt("pin", tmp_path / "checkpoint-3")
-    heads, words = (line.split() for line in ft_ckpt("ls", tmp_path).stdout.splitlines())
+    heads, words = (line.split() for line in ft_ckpt("ls", tmp_path).out.splitlines())
     assert heads[-4:] == ["kind", "eval_loss", "accuracy", "kept"]
     assert words[-6:-3] == ["full+state", "0.5123", "1"]
     assert words[-3:-1] == ["pinned", "by"]
-    (row,) = json.loads(ft_ckpt("ls", tmp_path, "--json").stdout)
+    (row,) = ft_ckpt("ls", tmp_path, "--json").document
     assert row == row | {
         "parts": [""],
         "state": True,
@@ -140,10 +121,10 @@ def test_ls_of_what_a_run_has(tmp_path):
 
 def test_pin_and_unpin(run):
     answer = ft_ckpt("pin", run / "checkpoint-1", "--reason", "the paper's")
-    assert (answer.returncode, answer.stdout) == (0, f"{run / 'checkpoint-1'}: {pin_reason(run / 'checkpoint-1')}\n")
-    assert answer.stdout.endswith(": the paper's\n")
+    assert (answer.code, answer.out) == (0, f"{run / 'checkpoint-1'}: {pin_reason(run / 'checkpoint-1')}\n")
+    assert answer.out.endswith(": the paper's\n")
     answers = [ft_ckpt("unpin", run / "checkpoint-1") for _ in range(2)]
-    assert [(answer.returncode, answer.stdout) for answer in answers] == [
+    assert [(answer.code, answer.out) for answer in answers] == [
         (0, f"{run / 'checkpoint-1'}: no longer pinned\n"),
         (1, f"{run / 'checkpoint-1'}: was not pinned\n"),
     ]
@@ -172,19 +153,19 @@ RULES = ["--last", "2", "--best", "loss:min", "--best", "loss:max:1", "--state-l
 def test_prune(long_run):
     """What would go is said first, and why the rest stays."""
     answer = ft_ckpt("prune", long_run, *RULES, "--dry-run")
-    lines = [line.rstrip().split(maxsplit=2) for line in answer.stdout.splitlines()]
-    assert (answer.returncode, steps(long_run)) == (0, [10, 20, 30, 40, 50])
+    lines = [line.rstrip().split(maxsplit=2) for line in answer.out.splitlines()]
+    assert (answer.code, steps(long_run)) == (0, [10, 20, 30, 40, 50])
     assert lines[1:-1] == [
         *(["checkpoint-10", "drop"], ["checkpoint-30", "drop"]),
         ["checkpoint-20", "keep", "without state  best loss"],
         ["checkpoint-40", "keep", "without state  last 2"],
         ["checkpoint-50", "keep", "newest valid, last 2, best loss"],
     ]
-    assert answer.stdout.endswith("would be freed\n")
+    assert answer.out.endswith("would be freed\n")
     answer = ft_ckpt("prune", long_run, *RULES)
-    assert (answer.returncode, steps(long_run)) == (0, [20, 40, 50])
+    assert (answer.code, steps(long_run)) == (0, [20, 40, 50])
     assert (
-        answer.stdout.splitlines()[-1]
+        answer.out.splitlines()[-1]
         == f"  {long_run / 'checkpoint-10' / 'notes.txt'}: stays, as no checkpoint listed it"
     )
 
@@ -193,20 +174,20 @@ def test_prune(long_run):
 def test_a_misspelt_metric_deletes_nothing(long_run, dry_run):
     for rules in (["--best", "los:min"], ["--last", "1", "--best", "los:min"]):
         answer = ft_ckpt("prune", long_run, *rules, *dry_run)
-        assert (answer.returncode, answer.stdout, steps(long_run)) == (2, "", [10, 20, 30, 40, 50])
-        assert "no checkpoint has 'los' (did you mean loss? metrics: loss); nothing was deleted" in answer.stderr
+        assert (answer.code, answer.out, steps(long_run)) == (2, "", [10, 20, 30, 40, 50])
+        assert "no checkpoint has 'los' (did you mean loss? metrics: loss); nothing was deleted" in answer.err
     answer = ft_ckpt("best", long_run, "--metric", "los:min")
-    assert (answer.returncode, answer.stdout) == (2, "")
-    assert "no valid checkpoint with the metric 'los' (did you mean loss?" in answer.stderr
+    assert (answer.code, answer.out) == (2, "")
+    assert "no valid checkpoint with the metric 'los' (did you mean loss?" in answer.err
 
 
 def test_prune_by_time_and_step(long_run):
-    assert ft_ckpt("prune", long_run, "--every", "20", "--hourly", "1", "--daily", "1", "--weekly", "1").returncode == 0
+    assert ft_ckpt("prune", long_run, "--every", "20", "--hourly", "1", "--daily", "1", "--weekly", "1").code == 0
     assert steps(long_run) == [20, 40, 50]
 
 
 def test_prune_json(long_run):
-    document = json.loads(ft_ckpt("prune", long_run, "--last", "1", "--json").stdout)
+    document = ft_ckpt("prune", long_run, "--last", "1", "--json").document
     assert document["dropped"] == [str(long_run / f"checkpoint-{step}") for step in (10, 20, 30, 40)]
     assert document["kept"] == {str(long_run / "checkpoint-50"): ["newest valid", "last 1"]}
     assert document["freed_bytes"] > 0
@@ -218,8 +199,8 @@ def test_prune_asks_which_run(long_run):
     of_one_run(long_run)
     save_with_state(long_run / "other-1", 1, run_id="other")
     answer = ft_ckpt("prune", long_run, "--last", "1")
-    assert "other (1 checkpoints)" in answer.stderr
-    assert (answer.returncode, len(steps(long_run))) == (2, 6)
+    assert "other (1 checkpoints)" in answer.err
+    assert (answer.code, len(steps(long_run))) == (2, 6)
     ft_ckpt("prune", long_run, "--last", "1", "--run", "other")
     assert len(steps(long_run)) == 6
     save_with_state(long_run / "other-2", 2, run_id="other")
@@ -229,8 +210,8 @@ def test_prune_asks_which_run(long_run):
 
 def test_prune_of_a_checkpoint_is_no_prune_of_a_run(long_run):
     answer = ft_ckpt("prune", long_run / "checkpoint-50", "--last", "1")
-    assert "checkpoint-50: a checkpoint, expected the folder of a run" in answer.stderr
-    assert answer.returncode != 0
+    assert "checkpoint-50: a checkpoint, expected the folder of a run" in answer.err
+    assert answer.code != 0
 
 
 def test_prune_of_all_runs_leaves_weights_and_averages(long_run):
@@ -268,9 +249,9 @@ def test_prune_of_all_runs_leaves_weights_and_averages(long_run):
 )
 def test_errors_are_one_line(tmp_path, arguments, message):
     answer = ft_ckpt(*(argument.format(run=tmp_path) for argument in arguments))
-    assert (answer.returncode, answer.stdout) == (2, "")
-    assert answer.stderr.startswith(f"ft-ckpt: {message.format(run=tmp_path)}")
-    assert answer.stderr.count("\n") == 1
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.startswith(f"ft-ckpt: {message.format(run=tmp_path)}")
+    assert answer.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -282,17 +263,17 @@ def test_errors_are_one_line(tmp_path, arguments, message):
 )
 def test_options_stand_anywhere(run, words):
     answer = ft_ckpt(*(word.format(run=run) for word in words))
-    assert answer.returncode == 0, answer.stderr
-    assert json.loads(answer.stdout)["path"] == str(run / "out")
+    assert answer.code == 0, answer.err
+    assert answer.document["path"] == str(run / "out")
 
 
 def test_as_a_module():
     module = subprocess.run([sys.executable, "-m", "ft_ckpt", "--help"], capture_output=True, text=True, check=False)
-    assert (module.returncode, module.stdout, module.stderr) == (0, ft_ckpt("--help").stdout, "")
+    assert (module.returncode, module.stdout, module.stderr) == (0, ft_ckpt("--help").out, "")
 
 
 def test_a_reader_that_has_seen_enough(run):
-    head = [sys.executable, "-c", RUN, "show", str(run / "checkpoint-1"), "--json"]
+    head = [sys.executable, "-c", PROGRAM, "show", str(run / "checkpoint-1"), "--json"]
     process = subprocess.Popen(head, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     assert (process.stderr.read(), process.wait()) == ("", 141)
@@ -301,45 +282,7 @@ def test_a_reader_that_has_seen_enough(run):
 def test_version():
     from ft_ckpt import __version__
 
-    assert ft_ckpt("--version").stdout == f"ft-ckpt {__version__}\n"
-
-
-@pytest.mark.parametrize("command", [["--help"], ["ls", "--help"], ["ls"], ["latest"], ["verify"], ["show"]])
-def test_starts_without_the_heavy_libraries(run, command):
-    """A listing answers at once: nothing that trains is imported, and the help needs no tables."""
-    path = {"ls": run, "latest": run}.get(command[0], run / "checkpoint-1")
-    answer = ft_ckpt_alone(*command, *([] if "--help" in command else [path]))
-    loaded = set(answer.stderr.split())
-    assert answer.returncode == 0
-    assert "ft_ckpt" in loaded
-    assert not loaded & {"torch", "transformers", "numpy", "accelerate", "peft", "safetensors", "typer", "pydantic"}
-    assert "--help" not in command or "rich" not in loaded
-
-
-@pytest.mark.parametrize("command", [["pin", "checkpoint-1"], ["prune", ".", "--last", "9"], ["diff", "--help"]])
-def test_pruning_needs_no_torch(run, command):
-    name, path, *rest = command
-    answer = ft_ckpt_alone(name, path if path == "--help" else run / path, *rest)
-    assert answer.returncode == 0
-    assert not set(answer.stderr.split()) & {"torch", "transformers", "numpy", "accelerate", "peft", "safetensors"}
-
-
-def on_a_terminal(*arguments, columns=80):
-    """The exit code, and what a person sees: lines as the terminal has them, with its codes."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN, *map(str, arguments)],
-        stdout=theirs,
-        stderr=theirs,
-        env={**os.environ, "COLUMNS": str(columns), "TERM": "xterm"},
-    )
-    os.close(theirs)
-    seen = b""
-    with suppress(OSError):  # the other end is closed
-        while read := os.read(ours, 65536):
-            seen += read
-    os.close(ours)
-    return process.wait(), seen.decode().replace("\r\n", "\n").splitlines()
+    assert ft_ckpt("--version").out == f"ft-ckpt {__version__}\n"
 
 
 def plain(lines):
@@ -358,7 +301,7 @@ def wide_run(tmp_path):
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_ls_fits_a_terminal(wide_run, columns):
     """A row is a line, its name whole; what else fits is shown, the loss first."""
-    code, seen = on_a_terminal("ls", wide_run, columns=columns)
+    code, seen = ft_ckpt_on_terminal("ls", wide_run, columns=columns)
     lines = plain(seen)
     assert (code, len(lines)) == (0, 4)
     assert max(map(len, lines)) <= columns
@@ -371,14 +314,14 @@ def test_ls_fits_a_terminal(wide_run, columns):
 
 
 def test_ls_shows_what_is_asked_for(wide_run):
-    _, seen = on_a_terminal("ls", wide_run, "--metrics", columns=400)
+    _, seen = ft_ckpt_on_terminal("ls", wide_run, "--metrics", columns=400)
     assert set(DPO) < set(plain(seen)[0].split())
-    assert "rewards/margins 0.123456" in ft_ckpt("show", wide_run / "checkpoint-of-a-preference-run-500").stdout
+    assert "rewards/margins 0.123456" in ft_ckpt("show", wide_run / "checkpoint-of-a-preference-run-500").out
 
 
 def test_ls_marks_what_is_invalid(run):
     spoil(run / "checkpoint-20")
-    _, seen = on_a_terminal("ls", run)
+    _, seen = ft_ckpt_on_terminal("ls", run)
     assert [line.startswith("\x1b[31m") for line in seen[1:3]] == [False, True]
     assert plain(seen)[2].split()[-1] == "no"
 
@@ -389,22 +332,22 @@ def test_a_file_of_two_names_counts_once(tmp_path):
     os.link(stage / "model.safetensors", stage / "model.h5")
     commit_stage(stage, tmp_path / "checkpoint-1", manifest_of(stage, parts, 1))
     weights, others = ((tmp_path / "checkpoint-1" / name).stat().st_size for name in ("model.h5", "config.json"))
-    (row,) = json.loads(ft_ckpt("ls", tmp_path, "--json").stdout)
+    (row,) = ft_ckpt("ls", tmp_path, "--json").document
     assert row["bytes"] == weights + others
-    assert json.loads(ft_ckpt("verify", tmp_path / "checkpoint-1", "--json").stdout)["bytes"] == weights + others
+    assert ft_ckpt("verify", tmp_path / "checkpoint-1", "--json").document["bytes"] == weights + others
 
 
 def test_verify_of_a_run_is_of_all_its_checkpoints(run):
     answer = ft_ckpt("verify", run)
-    assert (answer.returncode, [line.split(": ")[0] for line in answer.stdout.splitlines()]) == (
+    assert (answer.code, [line.split(": ")[0] for line in answer.out.splitlines()]) == (
         0,
         [str(run / "checkpoint-1"), str(run / "checkpoint-20")],
     )
     spoil(run / "checkpoint-1")
     (run / "checkpoint-20" / "ft_ckpt.json").write_text("{")
     answer = ft_ckpt("verify", run, "--json")
-    assert answer.returncode == 1
-    assert [(report["ok"], len(report["problems"])) for report in json.loads(answer.stdout)] == [(False, 1)] * 2
+    assert answer.code == 1
+    assert [(report["ok"], len(report["problems"])) for report in answer.document] == [(False, 1)] * 2
 
 
 @pytest.fixture
@@ -416,11 +359,11 @@ def foreign(tmp_path):
 
 
 def test_verify_of_a_foreign_folder(foreign):
-    answer = ft_ckpt_alone("verify", foreign)
-    assert (answer.returncode, "torch" in answer.stderr.split()) == (0, False)
-    assert answer.stdout.startswith(f"{foreign}: ok, 2 files, ")
-    assert answer.stdout.endswith("; headers and indexes are consistent, values were not compared\n")
-    assert ft_ckpt("verify", foreign / "model-00001-of-00002.safetensors").returncode == 0
+    answer = ft_ckpt("verify", foreign)
+    assert answer.code == 0
+    assert answer.out.startswith(f"{foreign}: ok, 2 files, ")
+    assert answer.out.endswith("; headers and indexes are consistent, values were not compared\n")
+    assert ft_ckpt("verify", foreign / "model-00001-of-00002.safetensors").code == 0
 
 
 def cut(folder):
@@ -446,8 +389,8 @@ def misdirect(folder):
 def test_verify_says_what_is_wrong_with_a_foreign_folder(foreign, harm, words):
     harm(foreign)
     answer = ft_ckpt("verify", foreign)
-    assert answer.returncode == 1
-    assert re.search(words, answer.stdout), answer.stdout
+    assert answer.code == 1
+    assert re.search(words, answer.out), answer.out
 
 
 def test_prune_of_a_run_with_its_final_weights(long_run):
@@ -455,8 +398,8 @@ def test_prune_of_a_run_with_its_final_weights(long_run):
     of_one_run(long_run)
     save_of(long_run / "final", step=None)
     answer = ft_ckpt("prune", long_run, "--last", "1")
-    assert answer.returncode == 0, answer.stderr
-    assert re.search(r"final +keep +of no run", answer.stdout)
+    assert answer.code == 0, answer.err
+    assert re.search(r"final +keep +of no run", answer.out)
     assert {info.path.name for info in discover(long_run)} == {"final", "checkpoint-50"}
 
 
@@ -464,62 +407,57 @@ def test_best(long_run):
     for asked in ("loss:min", "loss:max"):
         answer = ft_ckpt("best", long_run, "--metric", asked)
         expected = "checkpoint-20" if asked == "loss:min" else "checkpoint-50"
-        assert (answer.returncode, answer.stdout) == (0, f"{long_run / expected}\n")
-    assert ft_ckpt("best", long_run, "--metric", "loss").returncode == 2
+        assert (answer.code, answer.out) == (0, f"{long_run / expected}\n")
+    assert ft_ckpt("best", long_run, "--metric", "loss").code == 2
 
 
 def test_help_in_short(run):
     """A word for each command, whole; -h as people type it."""
-    code, seen = on_a_terminal("-h")
+    code, seen = ft_ckpt_on_terminal("-h")
     assert code == 0
     assert max(map(len, seen)) <= 80
     assert not any(line.rstrip().endswith("...") for line in seen[1:])
-    assert ft_ckpt("ls", "-h").stdout == ft_ckpt("ls", "--help").stdout
-    assert ft_ckpt().stdout == ft_ckpt("--help").stdout
+    assert ft_ckpt("ls", "-h").out == ft_ckpt("ls", "--help").out
+    assert ft_ckpt().out == ft_ckpt("--help").out
 
 
 def test_options_have_one_name(long_run):
     """The same rule by the same name, and by the one it had elsewhere."""
     for name in ("--last", "--keep-last"):
-        assert ft_ckpt("prune", long_run, name, "2", "--dry-run").returncode == 0
+        assert ft_ckpt("prune", long_run, name, "2", "--dry-run").code == 0
         assert ft_ckpt("plan", "--model-size", "1GB", "--save-time", "1", "--step-time", "1", "--mtbf", "1d", name, "3")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(shell):
-    answer = subprocess.run(
-        [sys.executable, "-c", RUN, "--show-completion"],
-        env={**os.environ, "SHELL": f"/bin/{shell}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (answer.returncode, "_FT_CKPT_COMPLETE" in answer.stdout) == (0, True)
+    with patch.dict(os.environ, SHELL=f"/bin/{shell}"):
+        answer = ft_ckpt("--show-completion")
+    assert (answer.code, "_FT_CKPT_COMPLETE" in answer.out) == (0, True)
 
 
 def test_completion_in_bash(tmp_path):
-    (tmp_path / "ft-ckpt").write_text(f"#!{sys.executable}\n{RUN}\n")
+    (tmp_path / "ft-ckpt").write_text(f"#!{sys.executable}\n{PROGRAM}\n")
     (tmp_path / "ft-ckpt").chmod(0o755)
     script = """eval "$(ft-ckpt --show-completion)"
     COMP_WORDS=(ft-ckpt pru) COMP_CWORD=1; _ft_ckpt_completion ft-ckpt; echo "${COMPREPLY[@]}"
     COMP_WORDS=(ft-ckpt prune --st) COMP_CWORD=2; _ft_ckpt_completion ft-ckpt; echo ${COMPREPLY[@]}"""
-    told = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SHELL": "/bin/bash"}
-    answer = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, env={**os.environ, **told}, check=False
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SHELL": "/bin/bash"}
+    shell = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, env={**os.environ, **variables}, check=False
     )
-    assert answer.stdout.split("\n")[:2] == ["prune", "--state-last --state-every"], answer.stderr
+    assert shell.stdout.split("\n")[:2] == ["prune", "--state-last --state-every"], shell.stderr
 
 
 def test_diff_and_convert_as_scripts_use_them(run):
     """Exit code 1 for a difference, as of diff itself; what is there is replaced when that was said."""
     one, other = run / "checkpoint-1", run / "checkpoint-20"
-    assert [ft_ckpt("diff", one, each).returncode for each in (one, other)] == [0, 1]
-    assert ft_ckpt("diff", one, other, "--json").returncode == 1
+    assert [ft_ckpt("diff", one, each).code for each in (one, other)] == [0, 1]
+    assert ft_ckpt("diff", one, other, "--json").code == 1
     target = run / "out.safetensors"
     target.write_text("mine")
     answer = ft_ckpt("convert", one / "model-00001-of-00002.safetensors", target)
-    assert (answer.returncode, target.read_text()) == (2, "mine")
-    assert "exists already; give --force to replace it" in answer.stderr
+    assert (answer.code, target.read_text()) == (2, "mine")
+    assert "exists already; give --force to replace it" in answer.err
     answer = ft_ckpt("convert", one / "model-00001-of-00002.safetensors", target, "--force")
-    assert (answer.returncode, target.stat().st_size > 4) == (0, True), answer.stderr
-    assert ft_ckpt("convert", one, run).returncode == 2
+    assert (answer.code, target.stat().st_size > 4) == (0, True), answer.err
+    assert ft_ckpt("convert", one, run).code == 2

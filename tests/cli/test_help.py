@@ -4,12 +4,11 @@ import subprocess
 import sys
 
 import pytest
-from launch import run_python
+from commands import ft_ckpt
 
 from ft_ckpt.cli import COMMANDS, GROUPS, run_command
 from ft_ckpt.errors import ConfigError
 
-RUN = "import sys; from ft_ckpt.cli import main; main()"
 WARNING = """
 import sys, warnings
 from ft_ckpt import cli
@@ -27,13 +26,13 @@ SINGLE = "/usr/lib/python3/dist-packages/six.py"
 
 
 def test_the_help_fits_a_small_terminal():
-    lines = run_python(RUN, "--help").stdout.splitlines()
+    lines = ft_ckpt("--help").out.splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 32
 
 
 def test_the_help_lists_each_command_in_its_group():
-    lines = run_python(RUN).stdout.splitlines()[2 : 2 + len(COMMANDS)]
+    lines = ft_ckpt().out.splitlines()[2 : 2 + len(COMMANDS)]
     listed: dict[str, list[str]] = {}
     for line in lines:
         group, name = line[:8].strip(), line[9:].split()[0]

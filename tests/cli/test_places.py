@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from test_cli import ft_ckpt as command
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, closure
@@ -46,15 +45,6 @@ def test_urls_are_refused_wherever_a_place_is_asked_for(take, tmp_path, monkeypa
     with pytest.raises(ConfigError, match=r"ftp:/+bucket/run"):
         take(URL)
     assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["ls", "latest", "verify", "show", "prune", "pin", "unpin", "plan"])
-def test_the_command_refuses_urls(name, tmp_path):
-    """In the words of the library: one dialect."""
-    options = {"prune": ["--keep-last", "1"], "plan": ["--step-time", "1", "--mtbf", "1d"]}.get(name, [])
-    answer = command(name, URL, *options)
-    assert (answer.returncode, answer.stdout) == (2, "")
-    assert "ftp://: not a local path" in answer.stderr
 
 
 def test_a_colon_is_no_url(tmp_path):

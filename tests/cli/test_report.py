@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from buckets import in_bucket
+from commands import ft_ckpt as run_command
 from small_checkpoints import edit, rewrite_manifest, save_of
-from test_cli import ft_ckpt as run_command
 from training import QUIET, prepared
 
 import ft_ckpt
@@ -119,7 +119,7 @@ def page_of(text: str) -> Page:
 def reported(folder: object, tmp_path: Path) -> Page:
     """The page that the command writes about a run."""
     answer = run_command("report", folder, "-o", tmp_path / "page.html")
-    assert (answer.returncode, answer.stderr) == (0, "")
+    assert (answer.code, answer.err) == (0, "")
     return page_of((tmp_path / "page.html").read_text())
 
 
@@ -328,7 +328,7 @@ def test_hundreds_of_checkpoints(tmp_path):
         folder = shutil.copytree(run / "checkpoint-1", run / f"checkpoint-{step}")
         rewrite_manifest(folder, lambda document, step=step: document.update(step=step))
     answer = run_command("report", run, "-o", tmp_path / "page.html", "--drift", 0)
-    assert answer.returncode == 0
+    assert answer.code == 0
     page = page_of((tmp_path / "page.html").read_text())
     assert [int(row["step"]) for row in page.table_rows("Checkpoints")] == [*range(300, 0, -1)]
     assert len(page.rows["Checkpoints, newest first"]) == 1 + 20, "the others are folded away"

@@ -1,10 +1,6 @@
 """URLs with keys are refused, and no answer of a server, name or label brings a secret or an escape to a terminal."""
 
-import json
-import os
-import pty
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,13 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from commands import MARK, NAME_MARK, ft_ckpt, ft_ckpt_alone, ft_ckpt_on_terminal, problems_in
 from http_server import Fault
 from hub_server import serving_hub, using_hub
 from huggingface_hub.utils import _http
 from small_checkpoints import rewrite_manifest, save_with_state
-from test_hostile_text import MARK, NAME_MARK, problems_in, run_command
 
-import ft_ckpt
+import ft_ckpt as library
 from ft_ckpt import CheckpointSaver, SaverConfig
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.errors import CheckpointError, ConfigError
@@ -35,15 +31,15 @@ WITH_KEYS = {
     "hf://user/name?token=S3CRET": "HF_TOKEN",
 }
 TAKERS = {
-    "open_place": ft_ckpt.open_place,
-    "latest": ft_ckpt.latest,
-    "load_model": ft_ckpt.load_model,
+    "open_place": library.open_place,
+    "latest": library.latest,
+    "load_model": library.load_model,
     "directory": lambda url: CheckpointSaver(directory=url),
-    "push": lambda url: ft_ckpt.push("run/checkpoint-1", url),
-    "pull": lambda url: ft_ckpt.pull(url, "pulled"),
-    "copy": lambda url: ft_ckpt.copy("run/checkpoint-1", url),
-    "sync": lambda url: ft_ckpt.sync("run", url),
-    "convert": lambda url: ft_ckpt.convert("run/checkpoint-1", url),
+    "push": lambda url: library.push("run/checkpoint-1", url),
+    "pull": lambda url: library.pull(url, "pulled"),
+    "copy": lambda url: library.copy("run/checkpoint-1", url),
+    "sync": lambda url: library.sync("run", url),
+    "convert": lambda url: library.convert("run/checkpoint-1", url),
     "base_id": lambda url: SaverConfig(base_id=url),
 }
 
@@ -73,17 +69,11 @@ def test_a_url_with_keys_is_refused_and_nowhere_repeated(taker, run, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "nothing is made of what was refused"
 
 
-def test_commands_refuse_keys_too(run):
-    commands = (["ls"], ["cp", "run/checkpoint-1"], ["push", "run/checkpoint-1"], ["doctor"], ["pull"], ["--nope"])
-    for words, url in zip(commands, WITH_KEYS, strict=True):
-        assert run_command([*words, url]) == ("", [])
-
-
 def test_containers_and_revisions_are_no_keys():
     """Refused for other reasons, or not at all."""
     with pytest.raises(CheckpointError, match=r"not read|no model"):
-        ft_ckpt.pull("hf://user/name@refs/pr/1", "nowhere")
-    place = ft_ckpt.open_place("abfss://container@account.dfs.core.windows.net/run")
+        library.pull("hf://user/name@refs/pr/1", "nowhere")
+    place = library.open_place("abfss://container@account.dfs.core.windows.net/run")
     assert str(place) == "abfss://container@account.dfs.core.windows.net/run"
 
 
@@ -96,9 +86,9 @@ def test_what_a_bucket_answers_is_not_repeated_as_it_is(status, s3, run):
         "secret_access_key": "B",
         "client_options": {"allow_http": True},
     }
-    place = ft_ckpt.open_place("s3://bucket/runs", **options, region="us-east-1", retry_config={"max_retries": 0})
+    place = library.open_place("s3://bucket/runs", **options, region="us-east-1", retry_config={"max_retries": 0})
     s3.faults = [Fault(times=1000, status=status, code=code)]
-    for call in (ft_ckpt.latest, lambda place: ft_ckpt.sync(run, place), lambda place: place.store.read("x")):
+    for call in (library.latest, lambda place: library.sync(run, place), lambda place: place.store.read("x")):
         with pytest.raises(CheckpointError) as caught:
             call(place)
         assert "Odd" in str(caught.value)
@@ -111,10 +101,10 @@ def test_what_the_hub_answers_is_not_repeated_as_it_is(status, run, monkeypatch)
     says = "odd \x1b]0;own\x07\u202e https://cdn/x?X-Amz-Credential=S3CRET&X-Amz-Signature=S3CRET https://u:S3CRET@h"
     with serving_hub() as hub, using_hub(hub):
         for call in (
-            lambda: ft_ckpt.pull("hf://user/name", "pulled"),
-            lambda: ft_ckpt.push("run/checkpoint-1", "user/x"),
-            lambda: ft_ckpt.pull("hf://buckets/user/name/x", "pulled"),
-            lambda: ft_ckpt.copy("run/checkpoint-1", "hf://buckets/user/name/x"),
+            lambda: library.pull("hf://user/name", "pulled"),
+            lambda: library.push("run/checkpoint-1", "user/x"),
+            lambda: library.pull("hf://buckets/user/name/x", "pulled"),
+            lambda: library.copy("run/checkpoint-1", "hf://buckets/user/name/x"),
         ):
             hub.faults = [Fault(".", status=status, says=says, times=100)]
             with pytest.raises(CheckpointError) as caught:
@@ -150,21 +140,20 @@ def test_values_in_json_are_exact(run):
     exact = "a\x1b]0;x\x07\r\n\x9b\u202e\x7f\udc9bé"
     rewrite_manifest(run / "checkpoint-1", lambda document: document.update(kind=exact, metrics={exact: 1.0}))
     for words in (["ls", "run"], ["show", "run/checkpoint-1"]):
-        output, problems = run_command([*words, "--json"])
-        assert problems == []
-        found = json.loads(output)
-        found = found[0] if isinstance(found, list) else found
-        assert (found["kind"], found["metrics"]) == (exact, {exact: 1.0})
+        answer = ft_ckpt(*words, "--json")
+        assert problems_in(answer.out + answer.err) == []
+        (row,) = answer.rows
+        assert (row["kind"], row["metrics"]) == (exact, {exact: 1.0})
 
 
 def test_a_path_with_an_escape_is_printed_escaped_and_others_exactly(tmp_path):
     for name in ("a\x1b]0;x\x07", "b\u202e", "c\udc9b", "d\udcff\u3000é", "e\u200c"):
         save_with_state(tmp_path / name / "checkpoint-1", 1)
-        output, problems = run_command(["latest", str(tmp_path / name)])
+        answer = ft_ckpt("latest", tmp_path / name)
         if name[0] in "abc":
-            assert (problems, "\\" in output) == ([], True)
+            assert (problems_in(answer.out + answer.err), "\\" in answer.out) == ([], True)
         else:
-            assert output == f"{tmp_path / name / 'checkpoint-1'}\n"
+            assert answer.out == f"{tmp_path / name / 'checkpoint-1'}\n"
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".h5", ".pt", ".npz"])
@@ -176,27 +165,18 @@ def test_names_of_tensors_in_all_formats(suffix, tmp_path):
     elif suffix == ".pt":
         torch.save(tensors, file)
     else:
-        ft_ckpt.save(tensors, file)
+        library.save(tensors, file)
     for words in (["show"], ["verify"], ["show", "--json"], ["convert", tmp_path / "y.safetensors"], ["diff", file]):
-        assert run_command([words[0], str(file), *map(str, words[1:])])[1] == []
+        answer = ft_ckpt(words[0], file, *words[1:])
+        assert problems_in(answer.out + answer.err) == []
 
 
 def test_a_table_on_a_terminal_has_no_codes_but_its_own_colours(run):
     rewrite_manifest(run / "checkpoint-1", lambda document: document.update(metrics={f"loss{MARK}": 1.0}, kind=MARK))
     (run / "checkpoint-1" / "config.json").write_text("{")  # not valid: a red row
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", "from ft_ckpt.cli import main; main()", "ls", "run", "--metrics"]
-    environment = {**os.environ, "COLUMNS": "4000", "TERM": "xterm"}
-    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    seen = b""
-    try:
-        while block := os.read(ours, 1 << 16):
-            seen += block
-    except OSError:  # the other end is closed
-        pass
-    assert process.wait() == 0
-    text = seen.decode("utf-8", "surrogateescape").replace("\r\n", "\n")
+    code, seen = ft_ckpt_on_terminal("ls", "run", "--metrics", columns=4000)
+    assert code == 0
+    text = "\n".join(seen)
     assert "\x1b[31m" in text
     assert problems_in(re.sub(r"\x1b\[[0-9;]*m", "", text)) == []
     assert "[/red]" in text
@@ -223,8 +203,7 @@ catalog.discover = fail
 sys.argv = ["ft-ckpt", "ls", "."]
 cli.main()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    text = done.stderr.decode("utf-8", "surrogateescape")
+    text = ft_ckpt_alone(code=code).err
     assert "ValueError" in text
     assert "KeyError" in text
     assert set(problems_in(text)) <= {"a line forged"}, "a traceback keeps the lines of messages"
