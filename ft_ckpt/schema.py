@@ -27,13 +27,15 @@ class FieldError(ValueError):
 def as_record(value: Any, kind: type[_Kind]) -> _Kind:
     """The JSON value as a `kind`: a dataclass, named tuple, `tuple[X, ...]`, `Mapping[str, X]`, or a plain type.
 
-    Undeclared fields are dropped. Raises FieldError for the first value of another type or range, and for a missing
-    field.
+    Undeclared fields are dropped. Raises FieldError for the first value of another type or range,
+    for a missing field, and for a key that UTF-8 does not encode.
     """
     try:
         return msgspec.convert(value, kind, strict=True)
     except RecursionError as error:
         raise FieldError(str(error)) from None
+    except UnicodeEncodeError as error:
+        raise FieldError(f"{short(error.object)}: not UTF-8, expected the name of a field") from None
     except msgspec.ValidationError as error:
         raise FieldError(_field_first(str(error).replace("`", ""), value)) from None
 

@@ -136,6 +136,14 @@ def test_a_wrong_value_of_a_manifest_is_cut_short_without_its_keys(tmp_path):
     assert "S3CRET" not in str(found.value)
 
 
+def test_a_field_whose_name_is_no_text_is_an_error(run):
+    rewrite_manifest(run / "checkpoint-1", lambda document: document.update({"\udc9b": 1}))
+    answer = ft_ckpt("show", "run/checkpoint-1")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert "ft_ckpt.json: malformed manifest (" in answer.err
+    assert "not UTF-8" in answer.err
+
+
 def test_values_in_json_are_exact(run):
     exact = "a\x1b]0;x\x07\r\n\x9b\u202e\x7f\udc9bé"
     rewrite_manifest(run / "checkpoint-1", lambda document: document.update(kind=exact, metrics={exact: 1.0}))

@@ -1,4 +1,4 @@
-"""`ft-ckpt` in this process, which has the libraries loaded, or in one of its own; and what no terminal may get."""
+"""`ft-ckpt` in this process, in one of its own or on a terminal; and what no terminal may get."""
 
 import contextlib
 import io
@@ -8,7 +8,6 @@ import pty
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,9 @@ PROGRAM = "import sys; from ft_ckpt.cli import main; main()"
 SECRET = "S3CRET"
 # In the names of files, where some characters cannot be, and elsewhere.
 NAME_MARK = f"\x1b]0;own\x07\x7f\u202e\r\nforged: ok\udc9b?sig={SECRET}"
-MARK = f"\x9b31m\u2028{NAME_MARK}&X-Amz-Credential={SECRET} <script>alert(1)</script>[/red] $\\x https://u:{SECRET}@h/p"
+_MARKUP = "<script>alert(1)</script>[/red] $\\x"
+_URL = f"https://u:{SECRET}@h/p"
+MARK = f"\x9b31m\u2028{NAME_MARK}&X-Amz-Credential={SECRET} {_MARKUP} {_URL}"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,9 @@ class Answer:
     @property
     def rows(self) -> list[Any]:
         """The JSON documents on standard output, or the rows of the only one."""
-        decoder, rows, rest = json.JSONDecoder(parse_constant=_refuse), list[Any](), self.out.lstrip()
+        decoder = json.JSONDecoder(parse_constant=_refuse)
+        rows: list[Any] = []
+        rest = self.out.lstrip()
         while rest:
             document, stop = decoder.raw_decode(rest)
             rows += document if isinstance(document, list) else [document]
@@ -80,9 +83,10 @@ def _text(stream: io.TextIOWrapper, encoding: str) -> str:
 
 
 def ft_ckpt_alone(*words: object, code: str = PROGRAM, **variables: str) -> Answer:
-    """Run the command, or Python `code`, in a fresh interpreter with these environment variables, too."""
-    command: Sequence[str | bytes] = [sys.executable, "-c", code, *map(os.fsencode, map(str, words))]
-    done = subprocess.run(command, capture_output=True, env={**os.environ, **variables}, check=False)
+    """Run the command, or Python `code`, in a fresh interpreter, with further variables."""
+    command = [sys.executable, "-c", code, *map(str, words)]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, capture_output=True, env=environment, check=False)
     texts = (stream.decode("utf-8", "surrogateescape") for stream in (done.stdout, done.stderr))
     return Answer(done.returncode, *texts)
 
@@ -102,12 +106,14 @@ def ft_ckpt_on_terminal(*words: object, columns: int = 80) -> tuple[int, list[st
         while block := os.read(ours, 1 << 16):
             seen += block
     os.close(ours)
-    return process.wait(), seen.decode("utf-8", "surrogateescape").replace("\r\n", "\n").splitlines()
+    text = seen.decode("utf-8", "surrogateescape").replace("\r\n", "\n")
+    return process.wait(), text.splitlines()
 
 
 def problems_in(text: str, *, lines: bool = True) -> list[str]:
     """What a terminal, or a log if not `lines`, must not get."""
-    controls = {letter for letter in text if not letter.isprintable() and not (lines and letter == "\n")}
+    checked = text.replace("\n", "") if lines else text
+    controls = {letter for letter in checked if not letter.isprintable()}
     problems = [f"{letter!r} printed" for letter in sorted(controls)]
     if SECRET in text:
         problems.append("a secret printed")

@@ -1,4 +1,4 @@
-"""Checkpoints with terminal escapes and secrets in each of their fields and names, and what is logged meanwhile.
+"""Checkpoints with terminal escapes and secrets in fields and names; what is logged meanwhile.
 
 A trial puts a mark into one field (of a manifest, a config, a tokenizer, an index, a training
 state, a safetensors header), into the name of a file or folder, or into a pin or a lease.
@@ -22,7 +22,7 @@ from small_checkpoints import edit, rewrite_manifest
 
 
 class Trial(NamedTuple):
-    """Where a mark goes: the folder and its file, the place in the file's JSON, and how it is put there."""
+    """Where a mark goes: folder, file, place in the file's JSON, and how it is put there."""
 
     root: str
     file: str
@@ -31,7 +31,10 @@ class Trial(NamedTuple):
 
 
 def trials_in(folder: Path, roots: Iterable[str]) -> list[Trial]:
-    """One trial for each field and each file; of those that only numbers or names of tensors tell apart, one."""
+    """One trial for each field and each file.
+
+    Of those that only numbers or names of tensors tell apart, one.
+    """
     trials = [trial for root in roots for trial in _all_trials(folder, root)]
     random.Random(chosen_seed()).shuffle(trials)
     kinds = {}
@@ -98,7 +101,7 @@ def _marked(value: Any, place: tuple[Any, ...], how: str) -> Any:
 
 
 def put_mark(folder: Path, trial: Trial) -> Path:
-    """Put the mark into the checkpoint `folder`, and let its manifest vouch for it; returns where it is now."""
+    """Put the mark into the checkpoint `folder`, and into its manifest; returns where it is now."""
     path = folder / trial.file
     if trial.how == "folder":
         goal = folder.with_name(folder.name + NAME_MARK)
