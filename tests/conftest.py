@@ -47,7 +47,7 @@ LONGEST_FILES = (
     *("test_distributed", "test_documents", "test_trainer", "test_ranks_behaviour", "test_check_resume", "test_follow"),
     *("test_position", "test_examples", "test_publish_cli", "test_staging", "test_cli", "test_replicas", "test_faults"),
     *("test_resume_wrappers", "test_direct", "test_background", "test_background_ranks", "test_zero_optimizer"),
-    *("test_compression", "test_hdf5"),
+    *("test_position_ranks", "test_compression", "test_hdf5"),
     *("test_commit", "test_reuse", "test_running", "test_resume", "test_opening", "test_convert", "test_killed"),
 )
 

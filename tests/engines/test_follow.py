@@ -7,19 +7,21 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import trainers
 from buckets import in_bucket, new_bucket
 from conftest import EngineFiles
 from engine_models import base_model, tokenizer, with_adapter
 from engine_server import Engine, serving
-from launch import run_cases, selected
+from on_ranks import RANK, on_ranks
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, ServerOptions
@@ -27,7 +29,7 @@ from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import manifest_to_json
 from ft_ckpt.engines.follow import Publisher, follow_run
 from ft_ckpt.engines.publish import PublishReport
-from ft_ckpt.errors import ConfigError, EngineError, NotACheckpointError
+from ft_ckpt.errors import ConfigError, EngineError, NotACheckpointError, RankError
 from ft_ckpt.integrations.trainer import FtCkptCallback
 from ft_ckpt.storage.place import Place, open_place
 
@@ -442,14 +444,50 @@ def test_saver_publish_saves_first(files: EngineFiles, tmp_path: Path) -> None:
         assert not (tmp_path / "run/fourth").exists()
 
 
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    cases = selected(request, ["saver_publish", "setting"])
-    found: dict[str, str] = run_cases("served", cases, tmp_path_factory.mktemp("served"))
-    return found
+@contextmanager
+def server_of_rank_0(folder: Path) -> Iterator[tuple[str, Engine | None]]:
+    """A server in the process of rank 0: its URL on every rank, and itself on rank 0."""
+    with CheckpointSaver(tokenizer=tokenizer()) as saver:
+        saver.save(base_model("llama"), folder / "base")
+    with serving(folder / "base") if RANK == 0 else nullcontext() as engine:
+        urls = [engine.url if engine else ""]
+        dist.broadcast_object_list(urls)
+        yield urls[0], engine
+        dist.barrier()
 
 
-@pytest.mark.sample("setting")
-@pytest.mark.parametrize("case", ["saver_publish", "setting"])
-def test_on_two_ranks(outcomes: dict[str, str], case: str) -> None:
-    assert outcomes[case] == ""
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_report_of_rank_0_and_an_error_on_all_ranks(tmp_path: Path) -> None:
+    """The report is rank 0's; an error is raised on all ranks."""
+    with server_of_rank_0(tmp_path) as (url, engine), CheckpointSaver(directory=tmp_path / "run") as saver:
+        report = saver.publish(with_adapter(base_model("llama"), 1), url, step=1, name="policy")
+        assert (report is not None) == (RANK == 0)
+        if engine is not None:
+            assert report is not None
+            assert [*engine.adapters] == [report.name]
+            engine.fail("/v1/load_lora_adapter", 500)
+        dist.barrier()
+        with pytest.raises(EngineError if RANK == 0 else RankError, match="EngineCore encountered an issue"):
+            saver.publish(with_adapter(base_model("llama"), 2), url, step=2, name="policy")
+
+
+@on_ranks(2)
+def test_rank_0_publishes_the_checkpoints_of_a_run(tmp_path: Path) -> None:
+    """Rank 0 publishes the checkpoints of a run, and again after the server has restarted."""
+    with server_of_rank_0(tmp_path) as (url, engine):
+        for attempt in (1, 2):
+            model = with_adapter(base_model("llama").float(), 1)
+            optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+            goal = {"url": url, "name": "policy"}
+            with CheckpointSaver(directory=tmp_path / "run", publish=goal) as saver:
+                saver.register(model=model, optimizer=optimizer)
+                assert saver.resume().step == attempt - 1
+                if engine is not None:
+                    assert [name.partition("-")[0] for name in engine.adapters] == ["policy@1"] * (attempt - 1)
+                saver.step(step=1)
+                report = saver.save_state()
+                assert (report.publish is not None) == (RANK == 0)
+            if engine is not None:
+                engine.start()
+            dist.barrier()

@@ -26,6 +26,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+ACCELERATE_CPU = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}  # variables of a launch
 BLOCKS = ("LlamaDecoderLayer", "Qwen3DecoderLayer", "Olmo2DecoderLayer", "MixtralDecoderLayer", "GPT2Block")
 COLUMNWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWWISE = ("o_proj", "down_proj")

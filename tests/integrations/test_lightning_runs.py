@@ -5,17 +5,17 @@ import signal
 
 import pytest
 import torch
-from launch import run_cases
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lightnings import Counted, Kill, Stream, loader, module, ours, run, trainer
+from on_ranks import WORLD, on_ranks
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaForCausalLM
 
 import ft_ckpt
-from ft_ckpt import Every, Keep
+from ft_ckpt import Every, Keep, verify
 from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.errors import ConfigError, LoadError, SelectionError
 from ft_ckpt.integrations.lightning import LightningCheckpoint
@@ -274,7 +274,14 @@ def test_begun_from_a_checkpoint_of_lightnings_own(tmp_path):
 
 
 @pytest.mark.slow
-def test_under_ddp_and_by_the_other_name(tmp_path):
-    """Two ranks, with `pytorch_lightning`."""
-    errors = run_cases("lightning_ddp", ["llama", "lora"], tmp_path, env={"LIGHTNING": "pytorch_lightning"})
-    assert errors == {"llama": "", "lora": ""}
+@pytest.mark.parametrize("kind", ["llama", "lora"])
+@on_ranks(2, group_seconds=None, env={"LIGHTNING": "pytorch_lightning"})
+def test_under_ddp_and_by_the_other_name(tmp_path, kind):
+    """Killed in the middle of an epoch, and resumed: each rank's batches and losses."""
+    ddp = {"strategy": "ddp", "devices": WORLD}
+    expected = run(trainer(**ddp), module(kind=kind), loader())
+    first = run(ours(tmp_path / "run", [Kill(2)], **ddp), module(kind=kind), loader())
+    again = module(0 if kind == "lora" else 1, kind=kind)
+    assert first + run(ours(tmp_path / "run", **ddp), again, loader()) == expected
+    assert len(expected) == 8
+    assert verify(tmp_path / "run" / "checkpoint-8").ok

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import threading
 from pathlib import Path
@@ -9,18 +10,21 @@ from pathlib import Path
 import models
 import pytest
 import torch
+import torch.distributed as dist
 import trainers
-from launch import run_cases
+from accelerate import ParallelismConfig
+from on_ranks import RANK, call_on_ranks, on_ranks
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 from trainers import Recorded, Sentences, Stream, even_llama, ours, run, trainer
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from wrappers import cut_over_ranks
 
 import ft_ckpt
-from ft_ckpt import Every, Keep
+from ft_ckpt import Every, Keep, verify
 from ft_ckpt.checkpoint import checks
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.errors import ConfigError, CorruptError, NotACheckpointError, SelectionError
+from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, NotACheckpointError, SelectionError
 from ft_ckpt.integrations import trainer_files
 from ft_ckpt.integrations.trainer import FtCkptCallback, checkpointed
 from ft_ckpt.saver import open_savers
@@ -484,49 +488,156 @@ def test_writers_are_invited_before_the_first_step(tmp_path):
     assert resumed == [None, {"samples": 3}]
 
 
-def test_two_ranks(tmp_path):
-    cases = ["exact/llama"]
-    assert run_cases("trainer", cases, tmp_path, timeout=280) == dict.fromkeys(cases, "")
-    # One rank goes on with the samples that the two had not seen.
-    shape = {"train_dataset": Sentences(noise=False), "per_device_train_batch_size": 4, "save_strategy": "no"}
-    expected = run(trainer(tmp_path / "plain", **shape))
-    found = run(ours(tmp_path / "one", **shape), tmp_path / "exact/llama" / "run" / "checkpoint-3")
-    assert [batch for batch, _ in found] == [batch for batch, _ in expected[3:]]
+on_two = on_ranks(2, group_seconds=None, timeout=280)  # the Trainer makes the group
+SHARDED = {
+    "fsdp": "full_shard",
+    "fsdp_config": {"version": 2, "fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
+}
+MESHES = {
+    "mesh_rows": {"fsdp_size": 2},
+    "mesh_tensor": {"tp_size": 2},
+    "mesh_tensor_fsdp": {"tp_size": 2, "fsdp_size": 2},
+    "mesh_hybrid": {"fsdp_size": 2, "dp_replicate_size": 2},
+}
+
+
+def shape_of(kind):
+    """Settings of a Trainer whose model is under DDP, "fsdp2", or on a mesh over which transformers cuts it."""
+    own = SHARDED if kind == "fsdp2" else {"kind": kind}
+    if kind in MESHES:  # the Trainer accepts such a model only with this setting
+        own = {"kind": lambda: cut_over_ranks(even_llama(), **MESHES[kind]), "save_only_model": True}
+    return {"train_dataset": Sentences(noise=False), **own}
+
+
+def of_rank_0(folder):
+    """Rank 0's path of the folder."""
+    told = [str(folder.resolve())]
+    dist.broadcast_object_list(told)
+    return Path(told[0])
+
+
+def exact(folder, kind):
+    shape, told = shape_of(kind), {"state": kind in MESHES}
+    expected = run(trainer(folder / "plain", **shape, save_strategy="no"))
+    first = run(ours(folder / "run", **shape, **told, stop_after=3))
+    assert first == expected[:3]
+    again = run(ours(folder / "run", **shape, **told, seed=0 if kind == "lora" else 1), True)
+    assert first + again == expected, (first, again, expected)
+    assert verify(of_rank_0(folder) / "run" / f"checkpoint-{len(expected)}").ok
+
+
+def far(folder, kind):
+    """A disk for each rank: only rank 0 has the checkpoints, and all resume, and load the best model."""
+    private = folder / f"disk-{RANK}"
+    private.mkdir()
+    home = Path.cwd()
+    os.chdir(private)
+    try:
+        exact(Path("/proc/self/cwd"), kind)
+        best(Path("/proc/self/cwd/best"), kind)
+        assert not RANK or not list(private.rglob("checkpoint-*"))
+    finally:
+        os.chdir(home)
+
+
+def final(folder, kind):
+    """`save_model` as the Trainer has it: of a sharded model on all ranks, else the main process alone may call it."""
+    made = ours(folder / "run", **shape_of(kind), max_steps=2, save_strategy="no")
+    run(made)
+    if kind == "fsdp2" or made.is_world_process_zero():
+        made.save_model(str(folder / "final"))
+    made.save_model(str(folder / "again"))  # as most scripts do
+    dist.barrier()
+    for name in ("final", "again"):
+        assert verify(folder / name).ok
+    saved, live = load_file(folder / "final" / "model.safetensors"), made.model.state_dict()
+    whole = {name: getattr(live[name], "full_tensor", lambda name=name: live[name])() for name in saved}
+    assert all(torch.equal(whole[name], tensor) for name, tensor in saved.items())
+
+
+def best(folder, kind):
+    """The best model comes back on every rank, and the limit is kept."""
+    metrics = iter([0.5, 0.1, *[0.7] * 20])
+    made = ours(
+        folder,
+        **shape_of(kind),
+        state=kind in MESHES,
+        compute_metrics=lambda _: {"figure": next(metrics)},
+        metric_for_best_model="figure",
+        greater_is_better=False,
+        load_best_model_at_end=True,
+        save_total_limit=2,
+        **EVALUATED,
+    )
+    made.train()
+    assert made.state.best_global_step == 2
+    folder = of_rank_0(folder)
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-8"]
+    saved, live = load_file(folder / "checkpoint-2" / "model.safetensors"), made.model.state_dict()
+    whole = {name: getattr(live[name], "full_tensor", lambda name=name: live[name])() for name in saved}
+    assert all(torch.equal(whole[name], tensor) for name, tensor in saved.items())
 
 
 @pytest.mark.slow
-def test_two_ranks_in_other_ways(tmp_path):
-    cases = [
-        "exact/lora",
-        "exact/fsdp2",
-        "best/llama",
-        "best/fsdp2",
-        "far/llama",
-        "far/fsdp2",
-        "nothing/llama",
-        "final/llama",
-    ]
-    cases += ["final/fsdp2"]
-    assert run_cases("trainer", cases, tmp_path, timeout=280) == dict.fromkeys(cases, "")
+@on_two
+def test_all_ranks_learn_that_there_is_nothing_to_resume(tmp_path):
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        ours(tmp_path).train(resume_from_checkpoint="must")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "fsdp2"])
+@on_two
+def test_two_ranks_go_on_to_the_bit(tmp_path, kind):
+    exact(tmp_path, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "fsdp2"])
+@pytest.mark.parametrize("way", [best, far, final])
+@on_two
+def test_two_ranks_in_other_ways(tmp_path, way, kind):
+    way(tmp_path, kind)
+
+
+def test_two_ranks(tmp_path):
+    call_on_ranks(2, exact, tmp_path, "llama", group_seconds=None, timeout=280)
+    # One rank goes on with the samples that the two had not seen.
+    shape = {"train_dataset": Sentences(noise=False), "per_device_train_batch_size": 4, "save_strategy": "no"}
+    expected = run(trainer(tmp_path / "alone", **shape))
+    found = run(ours(tmp_path / "one", **shape), tmp_path / "run" / "checkpoint-3")
+    assert [batch for batch, _ in found] == [batch for batch, _ in expected[3:]]
+
+
+def on_mesh(folder, way, kind):
+    # Accelerate refuses this mesh on CPUs, by the name of the device alone.
+    ParallelismConfig._validate_accelerator = lambda self, accelerator: None
+    way(folder, kind)
 
 
 @pytest.mark.slow
 def test_models_that_transformers_has_cut(tmp_path):
     """One process goes on with the samples that two ranks of one share have left."""
-    assert run_cases("trainer", ["exact/mesh_tensor"], tmp_path) == {"exact/mesh_tensor": ""}
+    call_on_ranks(2, on_mesh, tmp_path, exact, "mesh_tensor", launch="mesh", timeout=280)
     shape = {"train_dataset": Sentences(noise=False), "kind": even_llama, "save_strategy": "no"}
-    expected = run(trainer(tmp_path / "plain", **shape))
-    found = run(ours(tmp_path / "one", **shape), tmp_path / "exact/mesh_tensor" / "run" / "checkpoint-3")
+    expected = run(trainer(tmp_path / "alone", **shape))
+    found = run(ours(tmp_path / "one", **shape), tmp_path / "run" / "checkpoint-3")
     assert [batch for batch, _ in found] == [batch for batch, _ in expected[3:]]
 
 
+CUT_TWICE = [
+    (2, exact, "mesh_rows"),
+    (2, best, "mesh_rows"),
+    (4, exact, "mesh_tensor_fsdp"),
+    (4, best, "mesh_tensor_fsdp"),
+    (4, exact, "mesh_hybrid"),
+]
+
+
 @pytest.mark.slow
-def test_models_that_transformers_has_cut_twice(tmp_path):
-    for ranks, cases in (
-        (2, ["exact/mesh_rows", "best/mesh_rows"]),
-        (4, ["exact/mesh_tensor_fsdp", "best/mesh_tensor_fsdp", "exact/mesh_hybrid"]),
-    ):
-        assert run_cases("trainer", cases, tmp_path / str(ranks), ranks, timeout=280) == dict.fromkeys(cases, "")
+@pytest.mark.parametrize(("ranks", "way", "kind"), CUT_TWICE)
+def test_models_that_transformers_has_cut_twice(tmp_path, ranks, way, kind):
+    call_on_ranks(ranks, on_mesh, tmp_path, way, kind, launch="mesh", timeout=280)
 
 
 def test_sft_trainer(tmp_path):

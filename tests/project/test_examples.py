@@ -7,12 +7,12 @@ import re
 
 import pytest
 import torch
-from cases import ACCELERATE_CPU
 from launch import launch, run_python
 from peft import PeftModel
 from places import ROOT
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from wrappers import ACCELERATE_CPU
 
 import ft_ckpt
 from ft_ckpt.checkpoint.catalog import read_manifest

@@ -1,6 +1,7 @@
 """Adapters merged from files: what PEFT merges of the loaded model, a layer at a time, and only into the right base."""
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,23 @@ from typing import Any
 import models
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
 from architectures import ARCHITECTURES, make
 from compare import assert_close_tensors, assert_same_tensors, logits, reference, stored
-from launch import run_cases, run_python
+from launch import run_python
 from methods import METHODS, UNMERGEABLE, low_rank, with_adapter
-from peft import get_peft_model
+from on_ranks import RANK, on_ranks
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors, latest, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.cli import run_command
+from ft_ckpt.errors import SelectionError
 
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 
@@ -391,10 +397,36 @@ def test_at_the_command_line(base, tmp_path):
         run_command([*command, "--adapter", "second"])
 
 
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+@on_ranks(2)
 def test_a_quantised_base_on_two_ranks(tmp_path):
-    """Under DDP, whose ranks each hold all of it."""
-    pytest.importorskip("bitsandbytes")
-    assert run_cases("quantised", ["adapter_from_ddp"], tmp_path) == {"adapter_from_ddp": ""}
+    """A merge of the live model is refused on all ranks; its adapter is merged into the model that was quantised."""
+    accelerator = Accelerator(cpu=True)
+    base, out = tmp_path / "base", tmp_path / "out"
+    if RANK == 0:
+        make(ARCHITECTURES["llama"]).bfloat16().save_pretrained(base)
+    dist.barrier()
+    settings = BitsAndBytesConfig(load_in_8bit=True)
+    live = AutoModelForCausalLM.from_pretrained(base, quantization_config=settings, device_map="cpu")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(get_peft_model(live, LoraConfig(r=4, target_modules=["q_proj", "up_proj"])))
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=1.0)
+    for seed in (RANK, RANK + 2):
+        model(**models.batch(seed=seed)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with CheckpointSaver(accelerator, enter_timeout_seconds=60) as saver:
+        with pytest.raises(SelectionError, match="its weights are quantised"):
+            saver.save(model, out, merged=True)
+        assert not out.exists()
+        saver.save(model, tmp_path / "adapter", adapter_only=True)
+    if RANK == 0:
+        ft_ckpt.merge(tmp_path / "adapter", out, base=base)
+        merged, original = (load_file(path / "model.safetensors") for path in (out, base))
+        place = "model.layers.0.self_attn.q_proj.weight"
+        assert not torch.equal(merged[place], original[place])
+        del merged[place], original[place]
+        assert merged.keys() == original.keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn])

@@ -16,9 +16,11 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from launch import run_and_signal, run_cases, run_python
+from launch import run_and_signal, run_python
+from on_ranks import RANK, WORLD, on_ranks
 from seeds import examples
 from torch.utils.data import DataLoader, TensorDataset
 from training import QUIET, Stream, network
@@ -543,6 +545,53 @@ def test_another_data_set_is_named_by_a_resume(tmp_path):
         CheckpointSaver(None, tmp_path, **QUIET).resume(model=model, frontier=Frontier(11))
 
 
+def begin_together(folder):
+    frontier = Frontier(40, epochs=2, shuffle=True)
+    saver = CheckpointSaver(None, folder, every=Every(steps=1, signals=()), enter_timeout_seconds=60, **QUIET)
+    saver.register(model=network(), frontier=frontier)
+    saver.resume()
+    return saver, frontier
+
+
+@on_ranks(2)
+def leader(folder):
+    """Rank 0 takes and reports; the other rank has a frontier of the same arguments and does not use it."""
+    for first, last in ((0, 7), (7, 13)):
+        saver, frontier = begin_together(folder)
+        if RANK == 0:
+            tickets = frontier.take(last - first + (first > 0))  # the first one was in flight at the save
+            assert [ticket.key for ticket in tickets] == [0, *range(max(first, 1), last)], tickets
+            frontier.trained(*tickets[1 + (first == 0) :])
+            frontier.dropped(*tickets[1 : 1 + (first == 0)])
+        shared = [frontier.counts]
+        dist.broadcast_object_list(shared)
+        assert (frontier.counts == shared[0]) == (RANK == 0)
+        saver.step()
+        saver.close()
+
+
+@on_ranks(2)
+def same_calls(folder):
+    """Both ranks take all samples of a step and train their part; their states are equal and stored once."""
+    for first, last in ((0, 7), (7, 13)):
+        saver, frontier = begin_together(folder)
+        tickets = frontier.take(last - first + (first > 0))
+        _mine = tickets[RANK::WORLD]
+        assert [ticket.key for ticket in tickets] == [0, *range(max(first, 1), last)], tickets
+        frontier.dropped(*tickets[1 : 1 + (first == 0)])
+        frontier.trained(*tickets[1 + (first == 0) :])
+        saver.step()
+        saver.close()
+
+
+@on_ranks(2)
+def grown(folder):
+    """Two ranks resume what one rank saved."""
+    _, frontier = begin_together(folder)
+    assert frontier.counts["trained"] == 6
+    assert [ticket.key for ticket in frontier.take(3)] == [0, 7, 8]
+
+
 def test_ranks(tmp_path):
     """One frontier on rank 0, or the same calls on all ranks; both resume on another number of ranks."""
     alone = Frontier(40, epochs=2, shuffle=True)
@@ -552,12 +601,12 @@ def test_ranks(tmp_path):
     saver.register(model=model, frontier=alone)
     saver.step()
     saver.close()
-    cases = ["leader", "same_calls", "grown"]
-    outcomes = run_cases("frontier", cases, tmp_path)
-    assert outcomes == dict.fromkeys(cases, "")
-    for case in ("leader", "same_calls"):
+    grown(tmp_path / "grown")
+    for together in (leader, same_calls):
+        folder = tmp_path / together.__name__
+        together(folder)
         frontier = Frontier(40, epochs=2, shuffle=True)
-        CheckpointSaver(None, tmp_path / case, **QUIET).resume(model=network(), frontier=frontier)
+        CheckpointSaver(None, folder, **QUIET).resume(model=network(), frontier=frontier)
         assert frontier.counts == {"trained": 11, "dropped": 1, "in flight": 0}
         order = ids(Frontier(40, epochs=2, shuffle=True))
         assert ids(frontier.take(6)) == [order[0], *order[13:18]]

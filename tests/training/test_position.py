@@ -1,6 +1,5 @@
 """Where a run is in its data: a run resumed at any step sees the batches and random numbers it would have seen."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import GradientState
 from feeding import SAMPLES, Counted, Make, Numbers, Stream, differing, resumed, saved, scramble, train, uninterrupted
-from launch import run_cases, selected
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -416,64 +414,6 @@ def test_resumed_on_another_number_of_ranks_and_then_again() -> None:
         steps = train(feed, lambda step, feed=feed, states=states: states.append(saved(feed)))
         assert len(steps) == left
         assert differing(make, steps, states, range(8), rank=0, size=2) == []
-
-
-TOGETHER = ("default", "seedable", "split", "dispatched", "stateful", "stream", "sharded stream", "distributed")
-TWO = [f"save/{name}" for name in TOGETHER] + [f"load/{name}/1" for name in TOGETHER]
-LAUNCHES = (
-    (1, [f"save/{name}" for name in TOGETHER]),
-    (2, [f"same/{name}" for name in (*TOGETHER, "augmented", "workers")] + TWO),
-    (1, [f"load/{name}/2" for name in TOGETHER]),
-    (4, [f"load/{name}/2" for name in ("default", "seedable", "dispatched", "sharded stream", "distributed")]),
-)
-READ_TOGETHER = [f"{ranks}/{case}" for ranks, cases in LAUNCHES for case in cases]  # a load goes on from its save
-QUICK = [
-    f"{ranks}/{case}"
-    for ranks, cases in LAUNCHES
-    for case in cases
-    if ranks < 4 and case.split("/")[1] in ("default", "sharded stream")
-]
-
-
-@pytest.fixture(scope="module")
-def outcomes(request, tmp_path_factory) -> dict[str, str]:
-    """What went wrong in each of READ_TOGETHER."""
-    found, states = {}, tmp_path_factory.mktemp("states")
-    chosen = selected(request, READ_TOGETHER)
-    for ranks, every in LAUNCHES:
-        cases = [case for case in every if f"{ranks}/{case}" in chosen]
-        folder = tmp_path_factory.mktemp("launch")
-        errors = run_cases("position", cases, folder, ranks, 300, {"STATES": str(states)})
-        found |= {f"{ranks}/{case}": error for case, error in errors.items()}
-    return found
-
-
-@pytest.mark.sample(*QUICK)
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize("case", READ_TOGETHER)
-def test_ranks_that_read_together(outcomes, case) -> None:
-    """Cannot resume on another number of GPUs. Cases are those of tests/workers/position.py."""
-    assert outcomes[case] == ""
-
-
-STAGES = ((2, 4, 2), (1, 3, 2), (3, 2, 2), (2, 2, 3), (4, 1, 1), (1, 2, 3), (2, 99, 2))  # ranks, steps, batch size
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_every_sample_is_trained_on_whatever_the_number_of_ranks(tmp_path) -> None:
-    """As tests/training/test_changing_ranks.py, in processes that read together."""
-    states = tmp_path / "states"
-    states.mkdir()
-    for ranks, steps, batch in STAGES:
-        cases = [f"go/{name}/{steps}/{batch}" for name in TOGETHER]
-        errors = run_cases("position", cases, tmp_path / f"{ranks}-{steps}", ranks, 300, {"STATES": str(states)})
-        assert not any(errors.values()), errors
-    for name in TOGETHER:
-        told = json.loads((states / f"{name}.json").read_text())
-        for given, again, last in zip(told["given"], told["again"], told["last"], strict=True):
-            assert {*given} == {*range(36)}, (name, given)
-            assert again <= len(given) - 36 <= again + last - 1, (name, given, again)
 
 
 def test_remembering_where_a_plain_loader_is_costs_nothing_at_a_step(monkeypatch) -> None:

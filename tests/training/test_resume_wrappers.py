@@ -1,4 +1,4 @@
-"""A run is resumed bit for bit under every wrapper, and on other numbers of ranks under other wrappers."""
+"""A run is resumed on other numbers of ranks under other wrappers; weights alone go into wrapped models."""
 
 import importlib.util
 
@@ -6,7 +6,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from exact_runs import exact, leave, live_model, optimizer_state, same, saver_of, take
+from exact_runs import leave, live_model, optimizer_state, same, saver_of, take
 from on_ranks import RANK, call_on_ranks, on_ranks
 from wrappers import truth
 
@@ -29,31 +29,6 @@ MESHES = [
     ("none", 1, "mesh_experts_hybrid", 4),
 ]
 ZERO = {"DS_ACCELERATOR": "cpu"}
-
-
-@pytest.mark.sample("ddp", "fsdp1", "fsdp2")
-@pytest.mark.parametrize(
-    "wrapper", ["ddp", "fsdp1", "fsdp1_flat", "fsdp1_mixed", "fsdp2", "fsdp2_mixed", "ddp_compiled"]
-)
-@on_ranks(2)
-def test_the_next_losses_are_the_same_bits(tmp_path, wrapper):
-    exact(wrapper, "llama", tmp_path)
-
-
-OTHERS = [("fsdp2", "lora"), ("ddp", "partly_frozen"), ("fsdp1", "lora"), ("ddp", "mixtral")]
-
-
-@pytest.mark.sample("fsdp2-lora")
-@pytest.mark.parametrize(("wrapper", "model"), OTHERS)
-@on_ranks(2)
-def test_adapters_frozen_layers_and_converted_names_too(tmp_path, wrapper, model):
-    exact(wrapper, model, tmp_path)
-
-
-@pytest.mark.slow
-@on_ranks(2, alone=True)  # Accelerate stays with FSDP
-def test_fsdp_by_accelerate(tmp_path):
-    exact("fsdp2_accelerate", "llama", tmp_path)
 
 
 @pytest.mark.sample("ddp-gpt2")
@@ -120,21 +95,11 @@ def test_another_number_of_ranks_under_another_wrapper(tmp_path, before, ranks, 
 @pytest.mark.parametrize(("before", "ranks", "after", "more"), MESHES)
 def test_another_mesh_of_transformers(tmp_path, before, ranks, after, more):
     """Strided shards, packed experts and experts spread over ranks are read by geometry."""
-    call_on_ranks(ranks, exact, before, "experts", tmp_path / "exact", launch="meshes")
     call_on_ranks(ranks, leave, before, "experts", tmp_path, launch="meshes")
     call_on_ranks(more, take, after, "experts", tmp_path, launch="meshes")
 
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
-ENGINES = [("zero1", "partly_frozen"), ("zero2", "llama"), ("zero3", "lora")]
-
-
-@pytest.mark.slow
-@needs_deepspeed
-@pytest.mark.parametrize(("wrapper", "model"), ENGINES)
-@on_ranks(2, group_seconds=None, env=ZERO, timeout=280)
-def test_under_zero(tmp_path, wrapper, model):
-    exact(wrapper, model, tmp_path)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class CollectiveBytes(TorchDispatchMode):
+class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has not annotated it
     """Counts the bytes of every collective and point-to-point operation this thread starts.
 
     Each of them passes the dispatcher as an operator of `c10d` or `_c10d_functional`; the largest of its arguments
@@ -20,7 +20,7 @@ class CollectiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self.by_op: Counter[str] = Counter()
 
     @property

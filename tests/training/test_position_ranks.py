@@ -1,23 +1,20 @@
-"""Ranks that read data together: interrupted and resumed, and resumed by another number of ranks.
-
-Cases: "same/NAME"; "save/NAME" writes the states of a run's checkpoints, and the order of its samples, to the folder
-STATES; "load/NAME/RANKS" continues from the states of RANKS ranks; "go/NAME/STEPS/BATCH" continues from the previous
-launch, for so many steps with batches of that size, and writes the samples to NAME.json.
-"""
+"""Ranks that read data together: interrupted and resumed, and resumed by another number of ranks."""
 
 import json
-import os
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import sys
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration
 from feeding import Numbers, Stream, differing, resumed, saved, scramble, uninterrupted
-from harness import RANK, WORLD, run
-from torch.utils.data import DataLoader, DistributedSampler
+from on_ranks import RANK, WORLD, call_on_ranks, on_ranks
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ft_ckpt
@@ -26,23 +23,22 @@ from ft_ckpt.training.data_position import DataPosition
 
 COUNT, BATCH, SPLIT = 48, 2, 4
 STOPS = {1: (3, 4, 24), 2: (1, 2, 12)}  # batches: in the middle of one of twice as many ranks, at its end, at the last
-STATES = Path(os.environ["STATES"])
 
 
-def prepared(loader: Any, **settings: Any) -> Any:
-    return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**settings)).prepare_data_loader(loader)
-
-
-def shuffled(count: int, kind: Callable[..., Any] = DataLoader, noise: str = "", **settings: Any) -> Any:
+def shuffled(count, kind=DataLoader, noise="", **settings):
     return kind(Numbers(noise, count), BATCH, shuffle=True, **settings)
 
 
-def distributed(count: int) -> DataLoader:
+def prepared(loader, **settings):
+    return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**settings)).prepare_data_loader(loader)
+
+
+def distributed(count):
     data = Numbers("", count)
     return DataLoader(data, BATCH, sampler=DistributedSampler(data, WORLD, RANK, seed=3))
 
 
-LOADERS: dict[str, Callable[[int], Any]] = {
+LOADERS = {
     "default": lambda count: prepared(shuffled(count)),
     "augmented": lambda count: prepared(shuffled(count, noise="global")),
     "seedable": lambda count: prepared(shuffled(count), use_seedable_sampler=True),
@@ -58,10 +54,16 @@ LOADERS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def same(name: str) -> None:
+TOGETHER = ("default", "seedable", "split", "dispatched", "stateful", "stream", "sharded stream", "distributed")
+
+
+@pytest.mark.sample("default", "sharded stream")
+@pytest.mark.parametrize("name", [*TOGETHER, "augmented", "workers"])
+@on_ranks(2, timeout=300)
+def test_ranks_that_read_together(name):
     """13 samples: the last batches are filled up from the first."""
 
-    def make() -> Any:
+    def make():
         return LOADERS[name](13)
 
     steps, states = uninterrupted(make, RANK, size=WORLD)
@@ -69,20 +71,20 @@ def same(name: str) -> None:
     assert differing(make, steps, states, (0, 2, 4, 6) if few else range(len(states)), rank=RANK, size=WORLD) == []
 
 
-def together(batch: torch.Tensor, name: str) -> list[int]:
+def together(batch, name):
     """The samples of all ranks' batches in the order of the data."""
     mine = [int(row[0]) for row in batch]
     if WORLD == 1:
         return mine
-    ranks: list[list[int]] = [[] for _ in range(WORLD)]
+    ranks = [[] for _ in range(WORLD)]
     dist.all_gather_object(ranks, mine)
     in_turn = zip(*ranks, strict=True) if name == "distributed" else ranks  # DistributedSampler deals them out
     return [index for row in in_turn for index in row]
 
 
-def order(feed: DataPosition, name: str, after_step: Callable[[int], None] = lambda step: None) -> list[list[int]]:
+def order(feed, name, after_step=lambda step: None):
     """The samples of each remaining pass."""
-    passes: list[list[int]] = []
+    passes = []
     while feed.epoch < 3:
         if name == "distributed":
             feed.loader.sampler.set_epoch(feed.epoch)
@@ -94,29 +96,29 @@ def order(feed: DataPosition, name: str, after_step: Callable[[int], None] = lam
     return passes
 
 
-def stops(name: str, ranks: int) -> tuple[int, ...]:
+def stops(name, ranks):
     return STOPS[2 if name == "split" else ranks]  # its batches are of all ranks
 
 
-def save(name: str) -> None:
+def save(folder, name):
     scramble(1)
     loader = LOADERS[name](COUNT)
     scramble(1 + RANK)
     feed = DataPosition(loader, RANK, WORLD)
 
-    def keep(step: int) -> None:
+    def keep(step):
         if feed.epoch == 1 and step in stops(name, WORLD) and RANK == 0:
-            ft_ckpt.save(saved(feed), STATES / f"{name}-{WORLD}-{step}.h5")
+            ft_ckpt.save(saved(feed), folder / f"{name}-{WORLD}-{step}.h5")
 
     passes = order(feed, name, keep)
     if RANK == 0:
-        (STATES / f"{name}-{WORLD}.json").write_text(json.dumps(passes))
+        (folder / f"{name}-{WORLD}.json").write_text(json.dumps(passes))
 
 
-def load(name: str, before: int) -> None:
-    passes = json.loads((STATES / f"{name}-{before}.json").read_text())
+def load(folder, name, before):
+    passes = json.loads((folder / f"{name}-{before}.json").read_text())
     for stop in stops(name, before):
-        state = ft_ckpt.load(STATES / f"{name}-{before}-{stop}.h5")
+        state = ft_ckpt.load(folder / f"{name}-{before}-{stop}.h5")
         scramble(1000 + RANK)
         feed, states = DataPosition(LOADERS[name](COUNT), RANK, WORLD), []
         notes = feed.load_state_dict(state["feed"])
@@ -124,7 +126,7 @@ def load(name: str, before: int) -> None:
         if "stream" in name:
             seen -= seen % (BATCH * WORLD)  # what is read in order begins with a whole batch
 
-        def keep(step: int, feed: DataPosition = feed, states: list[Any] = states) -> None:
+        def keep(step, feed=feed, states=states):
             states += [saved(feed)] if feed.epoch == 1 and step <= 3 else []
 
         rest, later = order(feed, name, keep)
@@ -140,14 +142,18 @@ def load(name: str, before: int) -> None:
             assert later_again == later, where
 
 
-def go(name: str, steps: int, batch: int) -> None:
-    """One stage of a run that is resumed by other numbers of ranks, with other batches."""
-    global BATCH, SPLIT
-    BATCH, SPLIT = batch, batch * WORLD
+def go(folder, steps, batch):
+    """One stage of runs that are resumed by other numbers of ranks, with other batches."""
+    with patch.multiple(sys.modules[__name__], BATCH=batch, SPLIT=batch * WORLD):
+        for name in TOGETHER:
+            go_on(folder, name, steps)
+
+
+def go_on(folder, name, steps):
     scramble(1)
-    loader, state = LOADERS[name](36), STATES / f"{name}.h5"
+    loader, state = LOADERS[name](36), folder / f"{name}.h5"
     scramble(1 + RANK)
-    feed, record = DataPosition(loader, RANK, WORLD), STATES / f"{name}.json"
+    feed, record = DataPosition(loader, RANK, WORLD), folder / f"{name}.json"
     told = json.loads(record.read_text()) if record.exists() else {"given": [[], []], "again": [0, 0], "last": [0, 0]}
     if state.exists():
         found = ft_ckpt.load(state)
@@ -171,22 +177,35 @@ def go(name: str, steps: int, batch: int) -> None:
         record.write_text(json.dumps(told))
 
 
-def goes_on(whole: list[int], found: list[int]) -> bool:
+def goes_on(whole, found):
     """True if `found` is `whole`, followed only by the samples that fill up the last batches of all ranks."""
     return found[: len(whole)] == whole and len(found) < len(whole) + BATCH * WORLD
 
 
-def case(name: str, folder: Path) -> None:
-    kind, loader, *before = name.split("/")
-    if kind == "load":
-        load(loader, int(before[0]))
-    elif kind == "go":
-        go(loader, int(before[0]), int(before[1]))
-    else:
-        {"same": same, "save": save}[kind](loader)
+MOVED = [(1, 2, name) for name in TOGETHER] + [(2, 1, name) for name in TOGETHER]
+MOVED += [(2, 4, name) for name in ("default", "seedable", "dispatched", "sharded stream", "distributed")]
 
 
-assert Accelerator(cpu=True).num_processes == WORLD
-run(case)
-if dist.is_initialized():
-    dist.destroy_process_group()
+@pytest.mark.sample("1-2-default", "1-2-sharded stream", "2-1-default", "2-1-sharded stream")
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(("before", "after", "name"), MOVED)
+def test_another_number_of_ranks(tmp_path, before, after, name):
+    """Cannot resume on another number of GPUs."""
+    call_on_ranks(before, save, tmp_path, name, timeout=300)
+    call_on_ranks(after, load, tmp_path, name, before, timeout=300)
+
+
+STAGES = ((2, 4, 2), (1, 3, 2), (3, 2, 2), (2, 2, 3), (4, 1, 1), (1, 2, 3), (2, 99, 2))  # ranks, steps, batch size
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_every_sample_is_trained_on_whatever_the_number_of_ranks(tmp_path) -> None:
+    """As tests/training/test_changing_ranks.py, in processes that read together."""
+    for ranks, steps, batch in STAGES:
+        call_on_ranks(ranks, go, tmp_path, steps, batch, timeout=300)
+    for name in TOGETHER:
+        told = json.loads((tmp_path / f"{name}.json").read_text())
+        for given, again, last in zip(told["given"], told["again"], told["last"], strict=True):
+            assert {*given} == {*range(36)}, (name, given)
+            assert again <= len(given) - 36 <= again + last - 1, (name, given, again)
