@@ -314,6 +314,15 @@ def test_interrupted_at_every_call(tmp_path, outcomes, prepare, act, fault):
     check_recovery(tmp_path, outcomes, prepare, act, Disk(fault))
 
 
+@pytest.mark.parametrize("steps", [(None, None), (1, 2)])
+def test_the_later_of_two_saves_is_the_newest_whatever_the_clock_says(tmp_path, steps):
+    for name, day, step in zip(("first", "second"), (2, 1), steps, strict=True):
+        stage = open_stage(tmp_path / name)
+        manifest = replace(make_checkpoint(stage), step=step, created=f"2026-01-0{day}T00:00:00+00:00")
+        commit_stage(stage, tmp_path / name, manifest)
+    assert latest(tmp_path) == tmp_path / "second"
+
+
 def test_a_reader_always_sees_a_whole_one(tmp_path):
     """An overwrite never passes through a state in which neither the old nor the new is whole."""
     target = tmp_path / "checkpoint"

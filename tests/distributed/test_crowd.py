@@ -60,6 +60,12 @@ def test_every_rank_is_told_what_rank_0_makes_of_all_values():
     assert not any(agreed.values for rank, agreed in found.items() if rank)
 
 
+def test_a_verdict_larger_than_a_value_of_the_store_arrives_whole():
+    verdict = "x" * (9 << 20)
+    found, _ = meeting(range(2), of=2, decide=lambda _: lambda _values: verdict)
+    assert all(agreed.result == verdict for agreed in found.values())
+
+
 def test_what_the_verdict_raises_is_raised_on_all():
     def refuse(_values):
         raise LoadError("these do not fit")

@@ -297,6 +297,13 @@ def test_a_server_that_was_started_anew_is_filled_again(kind: str, files: Engine
         assert engine.held == str(files.weights[0])
 
 
+def test_a_server_that_refuses_to_resume_once_is_asked_again(files: EngineFiles) -> None:
+    with serving(files.base) as engine:
+        engine.fail("/resume", 503)
+        send(files.weights[0], engine)
+        assert len(engine.requests_to("/resume")) == 2
+
+
 def test_generation_goes_on_around_a_publish(files: EngineFiles) -> None:
     with serving(files.base) as engine:
         over, bad, count = threading.Event(), [], [0]

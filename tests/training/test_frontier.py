@@ -280,6 +280,17 @@ def test_wrong_reports_are_refused_by_name(report, problem):
     assert frontier.counts["trained"] == 1
 
 
+def test_a_ticket_from_before_a_resume_does_not_settle_what_was_handed_out_again():
+    frontier = Frontier(3)
+    (before,) = frontier.take()
+    frontier.load_state_dict(frontier.state_dict())
+    (after,) = frontier.take()
+    assert after[:4] == before[:4]
+    with pytest.raises(TicketError, match="from before a resume"):
+        frontier.trained(before)
+    frontier.trained(after)
+
+
 def test_reports_name_the_sample():
     frontier = Frontier(["one", "two"])
     one, two = frontier.take(2)
