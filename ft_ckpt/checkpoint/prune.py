@@ -38,7 +38,7 @@ from ft_ckpt.messages import LOG, warn
 from ft_ckpt.retention import HeldCheckpoint, Keep, PrunePlan, check_metrics, newest_valid, plan_pruning
 from ft_ckpt.storage import locks
 from ft_ckpt.storage.frozen_view import ListedStore
-from ft_ckpt.storage.local_store import LocalStore, folder_of
+from ft_ckpt.storage.local_store import LocalStore, clear_old_drafts, folder_of
 from ft_ckpt.storage.place import Place, location_name, open_place
 from ft_ckpt.storage.store import Store, Stored
 from ft_ckpt.storage.trials import TRIAL
@@ -86,6 +86,7 @@ class LocalRun:
 
     def recover(self) -> tuple[str, ...]:
         """Settle stages and sidelines. The run's own folder comes first: what is below it may be in a stage."""
+        clear_old_drafts(self.root)
         stages = (_STAGE.fullmatch(path.name) for path in folder_entries(self.root))
         targets = sorted({stage["target"] for stage in stages if stage})
         return tuple(

@@ -5,6 +5,7 @@ import errno
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -314,6 +315,15 @@ def _may_be_folder(entry: os.DirEntry[str]) -> bool:
 
 def _is_draft(name: str) -> bool:
     return name.startswith(PREFIX) and name.endswith(_DRAFT)
+
+
+def clear_old_drafts(folder: Path) -> None:
+    """Delete the unfinished files in `folder` that nobody has written to for a day: their processes were killed."""
+    for name in local_disk.list_names(folder):
+        if _is_draft(name):
+            with contextlib.suppress(OSError):
+                if time.time() - (folder / name).lstat().st_mtime > local_disk.ABANDONED_SECONDS:
+                    local_disk.unlink(folder / name)
 
 
 def _raise_unless_absent(error: OSError) -> None:
