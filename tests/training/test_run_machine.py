@@ -472,7 +472,9 @@ class Run(RuleBasedStateMachine):
         left = self.left_by(rules)
         printed = command("prune", str(self.folder), "--run", "all", *rules.split(), "--json")
         report = json.loads(printed)
-        assert {Path(path).name for path in report["dropped"]} == self.saves.keys() - left.keys()
+        dropped = {Path(path).name for path in report["dropped"]}  # and what a killed sweep had begun to drop
+        assert self.saves.keys() - left.keys() <= dropped
+        assert not dropped & left.keys()
         self.saves = left
 
     @precondition(lambda self: bool(self.saves))
@@ -567,6 +569,9 @@ class Run(RuleBasedStateMachine):
                 self.saves[name] = replace(self.saves[name], has_state=True, may_return=False)
         facts = [tuple(row[name] for name in ("step", "state", "pinned", "valid")) for row in rows]
         found = [(Path(row["path"]).name, *values) for row, values in zip(rows, facts, strict=True)]
+        for place, (name, step, state, is_pinned, is_valid) in enumerate(found):
+            if name in self.unsettled() and not is_pinned:  # its pin is still with what it replaces
+                found[place] = name, step, state, name in self.pinned(), is_valid
         order = in_order(self.saves)
         assert found == [(name, *self.facts_of(name)) for name in order]
         losses = [float(row["metrics"]["loss"]) for row in rows]
@@ -605,7 +610,8 @@ class Run(RuleBasedStateMachine):
 
     def nothing_else_touched(self) -> None:
         assert contents(self.outside) == {"checkpoint-99": b"", "checkpoint-99/victim.txt": b"mine"}
-        mine = ["notes.txt", "checkpoint-of-mine/notes.txt", *(f"{name}/notes.txt" for name in self.notes)]
+        mine = ["notes.txt", "checkpoint-of-mine/notes.txt"]
+        mine += [f"{name}/notes.txt" for name in self.notes - self.unsettled()]
         assert {name: (self.folder / name).read_text() for name in mine} == dict.fromkeys(mine, "mine")
         assert (self.folder / "linked").readlink() == self.outside
 
@@ -624,8 +630,9 @@ class Run(RuleBasedStateMachine):
         """The last process ends, and a sweep leaves nothing that belongs to nobody."""
         for draft in self.folder.glob(".ft_ckpt-*.draft"):  # of a killed process: it stays for a day
             os.utime(draft, (0, 0))
-        if self.life is None:
-            self.start("auto")
+        if self.life is not None:
+            self.end()
+        self.start("auto")
         if self.life is not None:
             self.end()
         for name in sorted(self.slow_readers):
@@ -657,6 +664,11 @@ class Run(RuleBasedStateMachine):
     def unread(self) -> set[str]:
         """The checkpoints without damage that nobody reads."""
         return self.whole() - self.readers.keys() - self.slow_readers.keys()
+
+    def unsettled(self) -> set[str]:
+        """The checkpoints that a killed save has left to the next save or resume to clear up."""
+        beside = {path.name[1:].partition(".ft_ckpt-stage-")[0] for path in self.folder.glob(".*.ft_ckpt-stage-*")}
+        return beside | {path.parent.name for path in self.folder.glob("*/.ft_ckpt-old-*")}
 
     def pinned(self) -> set[str]:
         return {name for name, saved in self.saves.items() if saved.is_pinned}
@@ -726,7 +738,7 @@ class Run(RuleBasedStateMachine):
         return [(self.saves, self.saves), (new, swept)]
 
     def left_by(self, rules: str) -> Saves:
-        guarded = {*self.pinned(), *self.slow_readers}
+        guarded = {*self.pinned(), *self.slow_readers, *self.unsettled()}
         return after_pruning(self.saves, RULES_OF_PRUNE[rules], None, guarded)
 
     def lacks_metric(self, rules: str) -> bool:
@@ -796,10 +808,12 @@ def command(*words: str) -> str:
 SEED = chosen_seed()
 
 
-def test_a_run_against_a_dictionary(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.sample("0")
+@pytest.mark.parametrize("part", range(6))
+def test_a_run_against_a_dictionary(part: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """FT_CKPT_SEED tries other programs."""
 
-    @seed(SEED)
+    @seed(SEED + part)
     class Machine(Run):
         def __init__(self) -> None:
             super().__init__(tmp_path_factory.mktemp("run"))
@@ -807,7 +821,7 @@ def test_a_run_against_a_dictionary(tmp_path_factory: pytest.TempPathFactory) ->
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=examples(40),
+            max_examples=examples(24),
             stateful_step_count=20,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -1,0 +1,109 @@
+"""Clients of one bucket whose requests a test lets through one by one, and that it can end between any two."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from faulty_stores import READS, WRITES
+from watched_stores import Stopped, Watch, WatchedStore
+
+from ft_ckpt.storage.store import Store
+
+
+class PacedClient(Watch):
+    """One client: it does one action at a time, in a thread that waits before each request until it may go on."""
+
+    def __init__(self, told: Callable[["PacedClient", str, str], object]) -> None:
+        super().__init__()
+        self.told = told  # called after each request, with the name of the call and the URL
+        self.change = threading.Condition()
+        self.allowed = self.running = self.waiting = 0
+        self.is_stopped, self.is_done = False, True
+        self.error: BaseException | None = None
+        self.thread = threading.Thread()
+
+    def begin(self, action: Callable[[], object]) -> None:
+        """Begin an action, up to its first request."""
+        self.allowed, self.is_stopped, self.is_done, self.error = 0, False, False, None
+        self.thread = threading.Thread(target=self._act, args=(action,), daemon=True)
+        self.thread.start()
+        self.go_on(0)
+
+    def go_on(self, requests: int) -> None:
+        """Let that many requests through; returns when they are done, or the action is."""
+        with self.change:
+            self.allowed += requests
+            self.change.notify_all()
+            self.change.wait_for(self._is_settled)
+            self.allowed = 0
+        if self.is_done:
+            self.thread.join()
+
+    def stop(self) -> None:
+        """End the client as a kill would: it makes no further request."""
+        with self.change:
+            self.is_stopped = True
+            self.change.notify_all()
+        if not self.is_done:
+            self.thread.join()
+
+    def store(self, inner: Store) -> "PacedStore":
+        return PacedStore(inner, self)
+
+    def request(self, call: str, where: str, action: Callable[[], Any]) -> Any:
+        """Make a request as soon as it may be made."""
+        with self.change:
+            self.waiting += 1
+            self.change.notify_all()
+            self.change.wait_for(lambda: self.allowed > 0 or self.is_stopped)
+            self.waiting -= 1
+            if self.is_stopped:
+                raise Stopped
+            self.allowed -= 1
+            self.running += 1
+        try:
+            result = action()
+            self.told(self, call, where)
+            return result
+        finally:
+            with self.change:
+                self.running -= 1
+                self.change.notify_all()
+
+    def _is_settled(self) -> bool:
+        has_used_all = self.allowed == 0 and self.running == 0 and self.waiting > 0
+        return has_used_all or self.is_done
+
+    def _act(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except BaseException as error:  # the test looks at it
+            self.error = error
+        finally:
+            with self.change:
+                self.is_done = True
+                self.change.notify_all()
+
+
+class PacedStore(WatchedStore):
+    """A bucket as one client sees it."""
+
+    watch: PacedClient
+
+    def within(self, folder: str) -> "PacedStore":
+        return PacedStore(self.inner.within(folder), self.watch)
+
+    @property
+    def parent(self) -> "PacedStore | None":
+        above = self.inner.parent
+        return None if above is None else PacedStore(above, self.watch)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.inner, name)
+        if name not in (*READS, *WRITES):
+            return method
+
+        def paced(*args: Any, **more: Any) -> Any:
+            return self.watch.request(name, self._told_name(args), lambda: self._as_of_now(method(*args, **more)))
+
+        return paced
