@@ -496,6 +496,16 @@ def test_what_dead_saves_left_is_cleared(run):
         assert contents(run) == before | {stage.name: b""}
 
 
+def test_an_unfinished_file_goes_after_a_day(run):
+    """Of a process that was killed as it took the lease of the run."""
+    drafts = [run / f".ft_ckpt-{name}.draft" for name in ("old", "new")]
+    for draft in drafts:
+        draft.write_text("half")
+    os.utime(drafts[0], (0, 0))
+    recover_all(run)
+    assert [draft.exists() for draft in drafts] == [False, True]
+
+
 def test_a_spoilt_tombstone_is_named_and_left(run):
     shutil.copytree(run / "checkpoint-8", run / "checkpoint-1")
     (run / "checkpoint-1" / MANIFEST_NAME).rename(run / "checkpoint-1" / TOMBSTONE)

@@ -86,7 +86,7 @@ class Program:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
         self.label = Label()
         data = Numbered()
-        self.sampler = DistributedSampler(data, ranks, rank, seed=3)
+        self.sampler: DistributedSampler[Any] = DistributedSampler(data, ranks, rank, seed=3)
         self.loader = DataLoader(data, BATCH // ranks, sampler=self.sampler)
 
     @property
@@ -111,7 +111,7 @@ class Program:
     def mark(self, number: int) -> None:
         """Put the number of a save into the model and into an object of the run."""
         self.label.number = number
-        self.network.label.fill_(number)
+        self.network.get_buffer("label").fill_(number)
 
     def learn(self, numbers: Tensor, rows: Tensor) -> list[int]:
         """Make a step on all ranks together; the numbers of its samples on all of them, in order."""

@@ -12,7 +12,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from faults import contents, dies_at, stop_at
+from faults import Disk, World
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -39,6 +39,7 @@ from hypothesis.stateful import (
 )
 from reference_run import Moment, Program, Reference, differences, same, untouched_draws
 from seeds import chosen_seed, examples
+from small_checkpoints import contents
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
@@ -361,20 +362,15 @@ class Run(RuleBasedStateMachine):
         self.saves[FINAL] = replace(saved, is_pinned=pinned)
 
     @precondition(lambda self: self.life is not None and not self.is_refused())
-    @rule(call=st.integers(1, 40), error=st.sampled_from([OSError(5, "I/O error"), KeyboardInterrupt()]))
-    def save_interrupted(self, call: int, error: BaseException) -> None:
+    @rule(call=st.integers(1, 40), fault=st.sampled_from(["EIO", "Ctrl-C"]))
+    def save_interrupted(self, call: int, fault: str) -> None:
         """A call to the disk fails, or Ctrl-C comes at it; the process goes on."""
         assert self.life is not None
         saved = self.marked(1.5)
-
-        def stop() -> None:
-            raise error
-
-        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        save = partial(self.life.saver.save_state, metrics=saved.metrics)
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            stop_at(call, stop, patch=patch.setattr)
-            with suppress(KeyboardInterrupt, TargetError):
-                self.life.saver.save_state(metrics=saved.metrics)
+            World(Disk(fault), fault, call).run(save)
         self.adopt(self.outcomes_of(saved))
 
     @precondition(lambda self: self.life is not None)
@@ -415,7 +411,9 @@ class Run(RuleBasedStateMachine):
             life.program.mark(saved.number)
             life.saver.save_state(metrics=saved.metrics)
 
-        died = dies_at(call, live)
+        world = World(Disk("killed"), "killed", call)
+        world.run(live)
+        died = world.is_met
         self.adopt(self.outcomes_of(saved)[0 if died else -1 :])
 
     @precondition(lambda self: self.life is None and not isinstance(self.chosen_by("auto"), type))
@@ -431,10 +429,8 @@ class Run(RuleBasedStateMachine):
         self.launches += 1
         store = self.root / f"store-{self.launches}"
 
-        def live(rank: int, connection: Connection) -> None:
+        def live(rank: int, _: Connection | None = None) -> None:
             join_ranks(store, rank, ranks)
-            if call and rank == 0:
-                stop_at(call, lambda: os.kill(os.getpid(), 9), partial=True)
             life = Life(self.folder, self.keep, rank, ranks)
             assert life.resume("auto", self.salt) == chosen
             life.check(self.reference, self.step - count, first)
@@ -443,15 +439,21 @@ class Run(RuleBasedStateMachine):
             life.saver.save_state(metrics=saved.metrics)
             life.saver.close()
 
-        children = [Child(partial(live, rank)) for rank in range(ranks)]
-        children[0].process.join()
-        died = children[0].process.exitcode != 0
-        for child in children:
+        def lead(connection: Connection) -> None:
+            world = World(Disk("killed"), "killed", call)
+            world.run(live, 0)
+            connection.send("killed" if world.is_met else "alive")
+
+        children = [Child(lead), *(Child(partial(live, rank)) for rank in range(1, ranks))]
+        ended = children[0].told()
+        died = ended == "killed"
+        assert died or ended == "alive", ended
+        children[0].end()
+        for child in children[1:]:
             if died:
                 child.kill()
             else:
                 child.end()
-        assert call or not died
         self.adopt(self.outcomes_of(saved)[0 if died else -1 :])
 
     def resumed(self, count: int) -> str | None:
@@ -483,7 +485,7 @@ class Run(RuleBasedStateMachine):
         if self.lacks_metric(rules):
             return
         left = self.left_by(rules)
-        dies_at(call, lambda: command("prune", str(self.folder), "--run", "all", *rules.split()))
+        World(Disk("killed"), "killed", call).run(command, "prune", str(self.folder), "--run", "all", *rules.split())
         self.adopt([(self.saves, left)])
 
     @precondition(lambda self: bool(self.saves))
