@@ -4,8 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from faulty_stores import READS, WRITES
-from watched_stores import Stopped, Watch, WatchedStore
+from faulty_stores import READS, WRITES, Stopped, Watch, WatchedStore
 
 from ft_ckpt.storage.store import Store
 

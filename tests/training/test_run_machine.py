@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import Disk, World
-from hypothesis import HealthCheck, seed, settings
+from hypothesis import seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -38,7 +38,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from reference_run import Moment, Program, Reference, differences, same, untouched_draws
-from seeds import chosen_seed, examples
+from seeds import chosen_seed, examples, machine_settings
 from small_checkpoints import contents
 
 import ft_ckpt
@@ -480,12 +480,16 @@ class Run(RuleBasedStateMachine):
         self.saves = left
 
     @precondition(lambda self: bool(self.saves))
-    @rule(rules=st.sampled_from(sorted(RULES_OF_PRUNE)), call=st.integers(1, 40))
-    def prune_killed(self, rules: str, call: int) -> None:
+    @rule(
+        rules=st.sampled_from(sorted(RULES_OF_PRUNE)),
+        call=st.integers(1, 40),
+        fault=st.sampled_from(["killed", "EIO", "Ctrl-C"]),
+    )
+    def prune_interrupted(self, rules: str, call: int, fault: str) -> None:
         if self.lacks_metric(rules):
             return
         left = self.left_by(rules)
-        World(Disk("killed"), "killed", call).run(command, "prune", str(self.folder), "--run", "all", *rules.split())
+        World(Disk(fault), fault, call).run(command, "prune", str(self.folder), "--run", "all", *rules.split())
         self.adopt([(self.saves, left)])
 
     @precondition(lambda self: bool(self.saves))
@@ -822,10 +826,5 @@ def test_a_run_against_a_dictionary(part: int, tmp_path_factory: pytest.TempPath
 
     run_state_machine_as_test(
         Machine,
-        settings=settings(
-            max_examples=examples(24),
-            stateful_step_count=20,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
+        settings=settings(machine_settings(examples(24)), stateful_step_count=20),
     )
