@@ -45,7 +45,7 @@ NAMES = [f"checkpoint-{step}" for step in STEPS]
 FOREIGN = {"notes.txt": b"mine", "checkpoint-old/pytorch_model.bin": b"of another tool"}
 TEN_MINUTES, DAY = 601, 24 * 3600 + 1
 ENOUGH = 300  # requests of any action that waits for nobody
-A_PART = st.one_of(st.just(ENOUGH), st.integers(0, 40))
+A_PART = st.one_of(st.just(ENOUGH), st.integers(1, 20))
 KEEPS = {
     "last 1": Keep(last=1),
     "last 2": Keep(last=2),
@@ -130,24 +130,16 @@ class Bucket(RuleBasedStateMachine):
     @precondition(lambda self: len(self.actions) < 2 and bool(self.filled()))
     @rule(name=named(lambda self: self.filled()), requests=st.integers(0, 5))
     def pin(self, name: str, requests: int) -> None:
-        self.begin(Action("pin", name), partial(pin, self.place(name)), requests)
-
-    @precondition(lambda self: not self.actions)
-    @rule(name=st.sampled_from(NAMES))
-    def unpin(self, name: str) -> None:
-        unpin(Place(self.bucket, name))
+        """Pin a checkpoint, or unpin it if it is pinned."""
+        act = unpin if PIN in self.marks_in(name) else pin
+        self.begin(Action("pin", name), partial(act, self.place(name)), requests)
 
     @precondition(lambda self: bool(self.actions))
-    @rule(client=named(lambda self: self.actions), requests=st.integers(1, 20))
+    @rule(client=named(lambda self: self.actions), requests=A_PART)
     def go_on(self, client: str, requests: int) -> None:
+        """Make more requests; to the end, if there are enough and it does not wait for the other client."""
         self.clients[client].go_on(requests)
         self.look_at(client)
-
-    @precondition(lambda self: bool(self.actions))
-    @rule(client=named(lambda self: self.actions))
-    def finish(self, client: str) -> None:
-        """To the end, if it does not wait for the other one."""
-        self.go_on(client, ENOUGH)
 
     @precondition(lambda self: bool(self.actions))
     @rule(client=named(lambda self: self.actions))

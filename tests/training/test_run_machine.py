@@ -518,7 +518,8 @@ class Run(RuleBasedStateMachine):
     def open_tensors(self, name: str) -> None:
         """Tensors that are mapped, and stay what they are."""
         saved = self.saves[name]
-        mapped = ft_ckpt.load(self.folder / name / "model.safetensors")
+        with untouched_draws():
+            mapped = ft_ckpt.load(self.folder / name / "model.safetensors")
         self.readers[name] = mapped, self.weights_of(saved), saved
 
     @precondition(lambda self: bool(self.whole(with_state=True)) and len(self.slow_readers) < 2)
@@ -560,7 +561,9 @@ class Run(RuleBasedStateMachine):
     @invariant()
     def compare(self) -> None:
         """The folder with the dictionary."""
-        if self.folder.exists():
+        if not self.folder.exists():
+            return
+        with untouched_draws():
             self.listed()
             self.newest_and_best()
             self.whole_and_equal()
@@ -804,8 +807,8 @@ def loaded(path: Path) -> dict[str, torch.Tensor]:
 
 
 def command(*words: str) -> str:
-    """What a command prints."""
-    with redirect_stdout(StringIO()) as printed, warnings.catch_warnings():
+    """What a command prints; in a process of its own it would touch no random numbers of the run."""
+    with redirect_stdout(StringIO()) as printed, warnings.catch_warnings(), untouched_draws():
         warnings.simplefilter("ignore")
         run_command(words)
     return printed.getvalue()
