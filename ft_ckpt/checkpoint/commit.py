@@ -26,6 +26,8 @@ from pathlib import Path
 
 from ft_ckpt.checkpoint.catalog import next_number, read_manifest
 from ft_ckpt.checkpoint.checks import is_misleading, misleading_files
+from ft_ckpt.checkpoint.guards import lease_reasons
+from ft_ckpt.checkpoint.leases import LEASE
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, check_paths, manifest_to_json
 from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
 from ft_ckpt.errors import (
@@ -90,7 +92,8 @@ def sideline_of(stage: Path, target: Path) -> Path:
 def settle_stage(stage: Path, target: Path, manifest: Manifest | None = None) -> str:
     """Undo or finish one save from the state of stage, sideline and target, see the table on top; repeatable.
 
-    `manifest`: the target's, if known. The old checkpoint is deleted last, when its replacement is durable.
+    `manifest`: the target's, if known. The old checkpoint is deleted last, when its replacement is durable and no
+    reader has a lease on it.
     """
     sideline, done = sideline_of(stage, target), f"{stage.name}: removed what was left of a save"
     if local_disk.is_folder(sideline):
@@ -105,6 +108,8 @@ def settle_stage(stage: Path, target: Path, manifest: Manifest | None = None) ->
     if local_disk.is_folder(stage):
         local_disk.sync_path(stage.parent)
         _carry_foreign_files(stage, target, manifest)
+        if lease_reasons(stage):
+            return f"{stage.name}: kept, it is being read"
         _delete_committed(stage)
     return done
 
@@ -137,7 +142,7 @@ def _carry_foreign_files(stage: Path, target: Path, manifest: Manifest | None) -
     except ManifestError:
         return
     ours = {MANIFEST_NAME, SIGNATURE_NAME, *old, *(file.path for file in manifest.files)}
-    foreign = local_disk.movable_pieces(stage, target, ours)
+    foreign = [path for path in local_disk.movable_pieces(stage, target, ours) if not path.startswith(LEASE)]
     local_disk.move_files([path for path in foreign if not is_misleading(path, manifest)], stage, target, replace=False)
 
 

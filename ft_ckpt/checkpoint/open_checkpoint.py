@@ -1,16 +1,15 @@
-"""Opens all files of one checkpoint, so that readers see one save even if it is replaced or deleted meanwhile.
+"""Opens one checkpoint, so that readers see one save even if it is replaced meanwhile.
 
-Every file is opened before the first is read. When the last one is open, the manifest is compared again; if it has
-changed, everything is opened again. Libraries find the files in a folder of links to the open descriptors. A bucket is
-listed instead: each object is read in the listed version, or not at all.
+On a disk a reader has a descriptor of the folder, see `open_folder`, and a lease: what an overwrite moves aside is
+deleted when no lease is left, and no save waits for a reader. A bucket is listed: each object is read in the listed
+version, or not at all.
 """
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ft_ckpt.checkpoint.catalog import load_manifest, manifest_text, parse_manifest
@@ -22,41 +21,40 @@ from ft_ckpt.checkpoint.checks import (
     replaced_problems,
     with_current_cards,
 )
+from ft_ckpt.checkpoint.commit import recover_target
 from ft_ckpt.checkpoint.contents import why_no_checkpoint
 from ft_ckpt.checkpoint.delete import without_state
 from ft_ckpt.checkpoint.guards import hold_lease, is_mark, settled_list
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
+from ft_ckpt.checkpoint.open_folder import OpenFolder, OpenManifest, open_folder, open_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     CorruptError,
     ManifestError,
+    NoSpaceError,
     NotACheckpointError,
     UnreadableError,
-    damaged_input,
-    explained,
     listing,
 )
-from ft_ckpt.messages import printable
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.frozen_view import ListedStore
-from ft_ckpt.storage.local_disk import regular_descriptor
 from ft_ckpt.storage.local_store import LocalStore, folder_of, temporary_store
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store
 from ft_ckpt.storage.verify_files import digest_problems
 
-_DESCRIPTORS = Path("/proc/self/fd")
 _MOST_TRIES = 10  # to list a checkpoint that is being replaced
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint with open files; read them in `store`, and use `origin` in messages."""
+    """An open checkpoint: its files are read in `store`, which shows `place` in messages."""
 
-    origin: Store  # its location
-    store: Store  # its open files, by their paths in the checkpoint
+    place: Place  # at which it was opened, and beside which other checkpoints are
+    store: Store  # its files, by their paths in the checkpoint
     manifest: Manifest  # with the records of the model cards as they are now
     identity: str  # digest of the manifest's text: equal for all ranks that have opened the same checkpoint
+    stack: ExitStack | None = field(default=None, compare=False, repr=False)  # closes with it
 
     @property
     def requests(self) -> int:
@@ -65,15 +63,15 @@ class OpenCheckpoint:
 
     @property
     def location(self) -> Path | str:
-        return Place(self.origin).location
+        return self.place.location
 
     @property
     def path(self) -> Path:
-        return folder_of(self.origin)
+        return folder_of(self.place.folder)
 
     @property
     def folder(self) -> Path:
-        """The local folder with links to its open files."""
+        """A path at which libraries find its files, the same ones after the checkpoint was replaced."""
         return folder_of(self.store)
 
     def find_problems(self, deep: bool, left_out: Collection[str] = ()) -> tuple[str, ...]:
@@ -81,12 +79,25 @@ class OpenCheckpoint:
 
         `deep`: the digests of all files but `left_out` are compared, not those of small files alone.
         """
+        if deep:
+            self.fetch_files([file.path for file in self.manifest.files if file.path not in left_out])
         found = tuple(checkpoint_problems(self.store, self.manifest, deep=deep, left_out=left_out))
-        if not isinstance(self.origin, LocalStore):
+        if not isinstance(self.store, OpenFolder):
             return found  # the listing contains the files beside it
         where = "not of this checkpoint, and readers would take it for its weights; move it away"
-        beside = (f"{name}: {where}" for name in misleading_files(self.origin, self.manifest))
+        whole_folder = LocalStore(self.store.folder, shown=self.store.shown)
+        beside = (f"{name}: {where}" for name in misleading_files(whole_folder, self.manifest))
         return (*found, *beside)
+
+    def fetch_files(self, paths: Collection[str]) -> None:
+        """Download files of a checkpoint in a bucket once, into a temporary folder; they are compared and read there.
+
+        Without room for all of them they stay in the bucket, and comparing and reading are a download each.
+        """
+        if isinstance(self.store, ListedStore) and self.stack is not None:
+            with suppress(NoSpaceError):
+                room = self.stack.enter_context(temporary_store())
+                self.store.fetch(paths, replace(room, syncs=False, direct_bytes=None))
 
     def refuse_damaged(self, paths: Collection[str] | None = None) -> None:
         """Compare the digests of the files `paths` (None: of all), before anything of them is used.
@@ -94,6 +105,7 @@ class OpenCheckpoint:
         Raises CorruptError naming the damaged ones, UnreadableError if all of them may be whole.
         """
         files = [file for file in self.manifest.files if paths is None or file.path in paths]
+        self.fetch_files([file.path for file in files])
         problems = digest_problems(self.store, distinct_files(self.store, files))
         if not problems:
             return
@@ -105,13 +117,13 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(place: str | os.PathLike[str] | Place) -> Iterator[OpenCheckpoint]:
-    """The checkpoint at `place`, with its files open and a lease against deletion while the block runs.
+    """The checkpoint at `place`, open and with a lease against deletion while the block runs.
 
     Its digests are compared by `find_problems` or `refuse_damaged`, which callers use before anything of its files.
 
     A missing file raises MissingError when it is read. Raises NotACheckpointError or ManifestError as `load_manifest`;
-    CorruptError when an object is not the committed one, a file cannot be opened or is not a regular file, or (outside
-    Linux, where open files have no paths) the checkpoint was replaced meanwhile.
+    CorruptError when an object is not the committed one, or (where folders cannot be exchanged, without a lease, and
+    without /proc) the checkpoint was replaced meanwhile.
     """
     store = open_place(place).folder
     if not isinstance(store, LocalStore):
@@ -119,15 +131,12 @@ def open_checkpoint(place: str | os.PathLike[str] | Place) -> Iterator[OpenCheck
             yield _open_listed(store, stack)
         return
     path = store.folder.absolute()
-    with hold_lease(path), ExitStack() as stack:
+    with ExitStack() as stack:
         while (held := _open_local(path, stack)) is None:  # replaced meanwhile
             stack.close()
-        try:
-            yield held
-        except CheckpointError as error:
-            links, found = str(held.folder), printable(str(held.path))
-            error.args = tuple(arg.replace(links, found) if isinstance(arg, str) else arg for arg in error.args)
-            raise
+        yield held
+        if isinstance(held.store, OpenFolder) and held.store.marker is not None:
+            held.store.marker.refuse_replaced()  # libraries have read by path
 
 
 def checkpoint_around(place: Place) -> tuple[Store, str] | None:
@@ -181,35 +190,37 @@ def _open_listed(store: Store, stack: ExitStack) -> OpenCheckpoint:
                 raise CorruptError(
                     f"{store.url}: {listing(problems)}; overwritten after it was committed, use another checkpoint"
                 )
-            return OpenCheckpoint(store, listed, manifest, text_identity(text.encode()))
+            return OpenCheckpoint(Place(store), listed, manifest, text_identity(text.encode()), stack)
         before = after
     raise CorruptError(f"{store.url}: replaced while it was read; read it again")
 
 
 def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
-    """Open all files; None when the checkpoint was replaced meanwhile."""
-    marker = _open_or_none(path / MANIFEST_NAME, stack)
+    """Open and lease the checkpoint until the stack closes; None if it was replaced meanwhile."""
+    place = Place(LocalStore(path))
+    if not path.is_dir():
+        raise NotACheckpointError(why_no_checkpoint(place))
+    folder = open_folder(path, stack)
+    marker = open_manifest(folder, path, stack)
     if marker is None:
-        raise NotACheckpointError(why_no_checkpoint(Place(LocalStore(path))))
-    store = LocalStore(path)
-    text = manifest_text(store)
-    manifest = parse_manifest(text, store.where(MANIFEST_NAME))
-    opened = {file.path: _open_or_none(path / file.path, stack) for file in manifest.files}
-    if not _is_in_place(path, marker):
+        raise NotACheckpointError(why_no_checkpoint(place))
+    stack.callback(_delete_if_aside, path, marker)
+    stack.enter_context(hold_lease(Place(LocalStore(folder))))
+    if not marker.is_at(path / MANIFEST_NAME):  # a save that replaces it from now on sees the lease
         return None
-    if _DESCRIPTORS.is_dir():
-        folder = _link_folder(path, {MANIFEST_NAME: marker, **opened}, stack)
-    else:
+    text = manifest_text(LocalStore(folder, shown=path))
+    manifest = parse_manifest(text, place.store.where(MANIFEST_NAME))
+    files = frozenset({MANIFEST_NAME, *(file.path for file in manifest.files)})
+    store = OpenFolder(folder, shown=path, marker=marker, files=files)
+    manifest, _ = with_current_cards(store, manifest)
+    return OpenCheckpoint(place, store, manifest, text_identity(text.encode()))
 
-        def refuse_replaced() -> None:
-            if not _is_in_place(path, marker):
-                raise CorruptError(f"{path}: replaced while it was read; read it again")
 
-        stack.callback(refuse_replaced)
-        folder = path
-    opened_store = LocalStore(folder)
-    manifest, _ = with_current_cards(opened_store, manifest)
-    return OpenCheckpoint(store, opened_store, manifest, text_identity(text.encode()))
+def _delete_if_aside(path: Path, marker: OpenManifest) -> None:
+    """Delete what a save has moved aside while the checkpoint was read, unless another reader has a lease on it."""
+    with suppress(CheckpointError, OSError):  # it is left to the next save
+        if not marker.is_at(path / MANIFEST_NAME):
+            recover_target(path)
 
 
 def _manifest_state(store: Store) -> str | None:
@@ -220,39 +231,6 @@ def _manifest_state(store: Store) -> str | None:
 def text_identity(text: bytes) -> str:
     """The identity of the checkpoint whose manifest has this text."""
     return hashlib.blake2b(text, digest_size=16).hexdigest()
-
-
-def _open_or_none(file: Path, stack: ExitStack) -> int | None:
-    """A descriptor of the file, closed with the stack; None if it does not exist."""
-    with damaged_input(file):
-        try:
-            descriptor = regular_descriptor(file)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        stack.callback(os.close, descriptor)
-        return descriptor
-
-
-def _is_in_place(path: Path, marker: int) -> bool:
-    """Whether the open manifest is still the checkpoint's: an overwrite removes it first."""
-    with damaged_input(path):
-        try:
-            return os.path.samestat((path / MANIFEST_NAME).stat(), os.fstat(marker))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-
-
-def _link_folder(path: Path, opened: dict[str, int | None], stack: ExitStack) -> Path:
-    """A folder with the name of the checkpoint, with links to the open files."""
-    with explained(tempfile.gettempdir()):
-        top = stack.enter_context(temporary_store(prefix="ft_ckpt-open-"))
-        folder = top.folder / (path.name or "checkpoint")
-        for name, descriptor in opened.items():
-            if descriptor is not None:
-                link = folder / name
-                link.parent.mkdir(parents=True, exist_ok=True)
-                link.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
-    return folder
 
 
 @dataclass(frozen=True)

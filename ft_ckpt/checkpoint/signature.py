@@ -15,7 +15,7 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, MissingError, TargetError, UnreadableError, shown
 from ft_ckpt.messages import install_extra, printable
 from ft_ckpt.storage.local_disk import PREFIX, walk_tree
-from ft_ckpt.storage.local_store import folder_of, temporary_store
+from ft_ckpt.storage.local_store import LocalStore, folder_of, temporary_store
 from ft_ckpt.storage.store import Store, read_text
 
 SIGNATURE_NAME = "model.sig"  # as the library names it
@@ -32,7 +32,7 @@ def make_signature(
 
     Raises ConfigError for an unusable key, or without the library; TargetError when Sigstore cannot be used now.
     """
-    (hashing, signing, _), folder = _libraries(), folder_of(opened)
+    hashing, signing, _ = _libraries()
     config = signing.Config().set_hashing_config(_ListedFiles(_hashing_of(hashing), manifest, trusts=True))
     if key is None:
         with _explained("Sigstore: cannot be used now", TargetError):
@@ -41,8 +41,9 @@ def make_signature(
         with _explained(f"{os.fspath(key)}: not usable as a private key, {_EXPECTED}"):
             config.use_elliptic_key_signer(private_key=Path(key), password=password and password.encode())
     with temporary_store(prefix="ft_ckpt-sign-") as room:
-        with _explained(f"{folder.name}: not signed", TargetError):
-            config.sign(folder, room.folder / SIGNATURE_NAME)
+        named = _named_folder(opened, room)
+        with _explained(f"{named.name}: not signed", TargetError):
+            config.sign(named, room.folder / SIGNATURE_NAME)
         return room.read(SIGNATURE_NAME)
 
 
@@ -53,7 +54,7 @@ def signature_problems(origin: Store, opened: Store, manifest: Manifest, signed_
     ConfigError for a checkpoint in a bucket, an unusable key, or without the library; UnreadableError when Sigstore
     cannot be used now.
     """
-    unlisted, folder = unlisted_files(folder_of(origin), manifest), folder_of(opened)
+    unlisted = unlisted_files(folder_of(origin), manifest)
     hashing, _, verifying = _libraries()
     config = verifying.Config().set_hashing_config(_ListedFiles(_hashing_of(hashing), manifest))
     if isinstance(signed_by, tuple):
@@ -74,12 +75,20 @@ def signature_problems(origin: Store, opened: Store, manifest: Manifest, signed_
     with temporary_store(prefix="ft_ckpt-sign-") as room:
         room.write(SIGNATURE_NAME, bundle.encode())
         try:
-            config.verify(folder, room.folder / SIGNATURE_NAME)
+            config.verify(_named_folder(opened, room), room.folder / SIGNATURE_NAME)
         except Exception as error:  # noqa: BLE001 - a bundle may contain anything
             is_list = str(error).startswith("Signature mismatch")  # the library's list of the files that differ
             why = printable(str(error)) if is_list else shown(error)
             return (*gained, f"{SIGNATURE_NAME}: not a signature of these files by {signer}: {why}")
     return tuple(gained)
+
+
+def _named_folder(opened: Store, room: LocalStore) -> Path:
+    """A link to the open folder with the name of the checkpoint, which the library records."""
+    link = room.within("folder").folder / Path(opened.url).name
+    link.parent.mkdir()
+    link.symlink_to(folder_of(opened).absolute())
+    return link
 
 
 def unlisted_files(folder: Path, manifest: Manifest) -> list[str]:
@@ -123,7 +132,7 @@ def _with_known(hashed: Any, known: Mapping[str, str]) -> Any:
 
 
 def _hashing_of(hashing: Any) -> Any:
-    """SHA-256 of whole files, which may be links to open files."""
+    """SHA-256 of whole files; the folder is a link, see `_named_folder`."""
     return hashing.Config().set_ignored_paths(paths=_UNSIGNED, ignore_git_paths=False).set_allow_symlinks(True)
 
 

@@ -45,7 +45,7 @@ def _report(options: Namespace) -> None:
         views.print_json({**vars(facts), "disk_bytes": facts.disk_bytes})
         return
     goal = Place(LocalStore(target.parent), target.name)
-    modes = [source_mode(info.place, info.place, goal) for info in infos]
+    modes = [source_mode(info.place, goal) for info in infos]
     store = LocalStore(target.absolute().parent, max_mode=reduce(and_, modes))
     store.write(target.name, page_text(facts).encode("utf-8", "backslashreplace"))
     size = human_size(facts.disk_bytes)

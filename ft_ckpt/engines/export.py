@@ -50,7 +50,7 @@ def export(
         note=f"converted for {engine} from {source.basename}", to_folder=True, overwrite=overwrite,
     )  # fmt: skip
     check_apart([source], options)
-    with hold_open(source) as place, closing(open_source(place, source)) as opened:
+    with hold_open(source) as place, closing(open_source(place)) as opened:
         folder, part = _only_adapter(opened, source)
         settings = adapter_settings(Place(folder.store, part.path).folder)
         if found := list(adapter_findings(settings, part.file, _ANY_RANK)):
@@ -59,11 +59,11 @@ def export(
         manifest = folder.manifest and replace(
             folder.manifest, made_from=(source.basename,), run_id=None, rankings={}, export=True
         )
-        converted = WeightsFolder(folder.place, folder.origin, [replace(part, file=plain)], manifest)
+        converted = WeightsFolder(folder.place, [replace(part, file=plain)], manifest)
         text = json.dumps(settings, indent=2, sort_keys=True).encode()
         config = f"{part.path}/{_CONFIG}".lstrip("/")
         options = replace(
-            options, max_mode=source_mode(place, source, options.target), made_from=(source.basename,),
+            options, max_mode=source_mode(place, options.target), made_from=(source.basename,),
             replaced={config: text},
         )  # fmt: skip
         report = write_converted(converted, place, options)

@@ -51,7 +51,7 @@ def check_for(engine: str, folder: str | os.PathLike[str] | Place, *, max_lora_r
     Raises ConfigError for an unknown engine, and the errors of opening the folder.
     """
     check_engine(engine)
-    with hold_open(folder) as place, closing(open_folder(place, place)) as file:
+    with hold_open(folder) as place, closing(open_folder(place)) as file:
         return list(findings(engine, place.folder, file, max_lora_rank))
 
 
@@ -143,7 +143,7 @@ def compare_base(record: PartRecord, base_path: str) -> tuple[list[str], str]:
         return [], f"{base_path or 'the path of the server'} is not a folder here; see visible_at="
     try:
         place = open_place(base_path)
-        with hold_open(place, compares=False) as held, closing(open_folder(held, place)) as file:
+        with hold_open(place, compares=False) as held, closing(open_folder(held)) as file:
             compared, names = differing_elements(file, record)
     except (CheckpointError, OSError) as error:
         return [], str(error)

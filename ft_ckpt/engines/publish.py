@@ -136,7 +136,7 @@ def publish(
     servers = [connect(client) for client in options.clients()]
     with _exported(place, servers, options) as (held, record, options):
         folder = _Folder.of(held.path / record.path, options)
-        with closing(open_folder(Place(held.store, record.path), Place(held.origin, record.path))) as file:
+        with closing(open_folder(Place(held.store, record.path))) as file:
             uncompared = _refuse_misread(servers, held, record, file, options)
             if record.kind == "adapter":
                 reference = _reference(held, record, file, options)
@@ -334,7 +334,7 @@ def _adapter_name(held: OpenCheckpoint, options: ServerOptions) -> str:
 
 
 def _weights_version(held: OpenCheckpoint) -> str:
-    return f"{_run_of(Place(held.origin))}/{held.path.name}#{held.identity[:16]}"
+    return f"{_run_of(held.place)}/{held.path.name}#{held.identity[:16]}"
 
 
 # All servers
@@ -931,7 +931,7 @@ def _weights_before(update: _Update, weights: _Weights, *, compares: bool = True
             if not held.identity.startswith(identity):
                 continue  # from another run, or saved again since
             folder, place = _Folder.of(held.path / record.path, options), Place(held.store, record.path)
-            with closing(open_folder(place, Place(held.origin, record.path))) as file:
+            with closing(open_folder(place)) as file:
                 yield _Weights(str(update.before), folder, held.path, file, _config_in(place.folder), options)
             return
     raise EngineError(f"it is neither in {beside} nor in a run {run!r} near it, or was saved again since")

@@ -89,8 +89,8 @@ def average(
     check_apart(places, options)
     with ExitStack() as stack:
         held = [stack.enter_context(hold_open(place)) for place in places]
-        opened = [stack.enter_context(closing(open_source(*pair))) for pair in zip(held, places, strict=True)]
-        modes = [source_mode(*pair, options.target) for pair in zip(held, places, strict=True)]
+        opened = [stack.enter_context(closing(open_source(place))) for place in held]
+        modes = [source_mode(place, options.target) for place in held]
         options = dataclasses.replace(options, max_mode=reduce(and_, modes))
         averaged = _averaged_source(opened, shares, options)
         report = write_converted(averaged, held[-1], options)
@@ -272,7 +272,7 @@ def _averaged_source(opened: Sequence[TensorFile], shares: Sequence[float], opti
         parts.append(dataclasses.replace(part, file=file))
     if wrong:
         raise LoadError(f"{listing(wrong)}; only models of one config, or adapters of one base, have an average")
-    return WeightsFolder(last.place, last.origin, parts, _averaged_manifest(last.manifest, names))
+    return WeightsFolder(last.place, parts, _averaged_manifest(last.manifest, names))
 
 
 def _notes_of(source: TensorFile) -> Iterator[str]:

@@ -504,9 +504,9 @@ def convert(
         note=note, shards=shards, overwrite=overwrite,
     )  # fmt: skip
     check_apart([source], options)
-    with hold_open(source) as place, closing(open_source(place, source)) as opened:
+    with hold_open(source) as place, closing(open_source(place)) as opened:
         check_used(names, [*opened.specs, *getattr(opened, "ties", {})], str(source))
-        options = dataclasses.replace(options, max_mode=source_mode(place, source, options.target))
+        options = dataclasses.replace(options, max_mode=source_mode(place, options.target))
         return write_converted(opened, place, options)
 
 
@@ -527,14 +527,11 @@ def write_converted(opened: TensorFile, place: Place, options: ConvertOptions) -
     return dataclasses.replace(written, path=options.path, seconds=time.monotonic() - begun)
 
 
-def open_source(path: str | Path | Place, origin: Place | None = None) -> TensorFile:
-    """The tensors at `path` in any format; bytes are copied, so a truncated file raises an error.
-
-    `origin`: the original place, if `path` refers to its open files.
-    """
+def open_source(path: str | Path | Place) -> TensorFile:
+    """The tensors at `path` in any format; bytes are copied, so a truncated file raises an error."""
     place = open_place(path)
     with damaged_input(place):
-        return detect.open_tensor_file(place.open()) if place.is_object else folder.open_folder(place, origin)
+        return detect.open_tensor_file(place.open()) if place.is_object else folder.open_folder(place)
 
 
 def _convert_to_file(opened: TensorFile, _source: Place, options: ConvertOptions) -> ConvertReport:

@@ -103,12 +103,9 @@ def differing_class(one: FolderPart, other: FolderPart) -> list[tuple[str, str, 
 class WeightsFolder(JoinedFile):
     """A folder with config and weights, as one file of all its `parts`."""
 
-    def __init__(
-        self, place: Place, origin: Place, parts: Sequence[FolderPart], manifest: Manifest | None = None
-    ) -> None:
+    def __init__(self, place: Place, parts: Sequence[FolderPart], manifest: Manifest | None = None) -> None:
         super().__init__([(part.prefix, part.file) for part in parts], place.basename)
         self.place, self.store, self.parts, self.manifest = place, place.folder, tuple(parts), manifest
-        self.origin = origin  # the original place; `place` may refer to its open files
 
     def companions(self) -> tuple[list[Stored], list[str]]:
         """Sidecar files that are valid for weights of any format, and names of other files, which are left out."""
@@ -127,7 +124,7 @@ class WeightsFolder(JoinedFile):
             hidden = any(step.startswith(".") for step in name.split("/"))
             if hidden or name == MANIFEST_NAME or each.version in versions:
                 continue
-            if leads_out(self.origin.folder, name):
+            if leads_out(self.store, name):
                 left.append(f"{name!a} (a link out of the folder)")
                 continue
             if self.manifest is not None and all(record.path != name for record in self.manifest.files):
@@ -139,27 +136,26 @@ class WeightsFolder(JoinedFile):
         return kept, left
 
 
-def open_folder(place: Place, origin: Place | None = None) -> TensorFile:
+def open_folder(place: Place) -> TensorFile:
     """The tensors in a folder (or under the prefix of a TensorFlow checkpoint), in any format.
 
-    `origin`: the original place, if `place` refers to its open files. Raises LoadError when there are no weights;
-    CorruptError when files are missing or inconsistent.
+    Raises LoadError when there are no weights; CorruptError when files are missing or inconsistent.
     """
     with damaged_input(place):
-        return _open_any_folder(place, origin or place)
+        return _open_any_folder(place)
 
 
-def _open_any_folder(place: Place, origin: Place) -> TensorFile:
+def _open_any_folder(place: Place) -> TensorFile:
     store = place.folder
     if tensorflow.bundle_prefixes(place) and not any(weight_files(store, kind)[0] for kind in _STEMS):
         return tensorflow.open_tensorflow(place)
     if not store.list_folder().exists:
-        raise LoadError(why_no_checkpoint(origin))
+        raise LoadError(why_no_checkpoint(place))
     if store.stat(MANIFEST_NAME) is not None:
-        return _open_own_checkpoint(place, origin)
+        return _open_own_checkpoint(place)
     parts = list(_huggingface_parts(store))
     if parts:
-        return WeightsFolder(place, origin, parts)
+        return WeightsFolder(place, parts)
     if store.stat(dcp.METADATA) is not None:
         check_files_inside(store, [lightning.META])
         opened = dcp.open_dcp(place)
@@ -167,9 +163,9 @@ def _open_any_folder(place: Place, origin: Place) -> TensorFile:
     tree = jax.orbax_folder(place)
     if tree is not None:
         return jax.open_orbax(tree)
-    contents = describe_contents(origin)
+    contents = describe_contents(place)
     if contents.kind in UNREADABLE:
-        raise LoadError(contents.sentence(origin))
+        raise LoadError(contents.sentence(place))
     endings = dict.fromkeys(known.suffixes[0] for known in tensor_formats() if known.suffixes)
     expected = ", ".join(f"*{ending}" for ending in endings)
     raise LoadError(
@@ -178,9 +174,9 @@ def _open_any_folder(place: Place, origin: Place) -> TensorFile:
     )
 
 
-def _open_own_checkpoint(place: Place, origin: Place) -> TensorFile:
+def _open_own_checkpoint(place: Place) -> TensorFile:
     manifest = load_manifest(place.folder)
-    refuse_delta(manifest, origin)
+    refuse_delta(manifest, place)
     for known in map(format_named, sorted({part.format for part in manifest.parts})):
         if known.open_folder is not None:
             return known.open_folder(place)
@@ -190,7 +186,7 @@ def _open_own_checkpoint(place: Place, origin: Place) -> TensorFile:
         file = join_weight_files(place.folder, names)
         file.ties |= {other: group[0] for group in record.ties for other in group[1:] if group[0] in file.specs}
         parts.append(FolderPart(record.path, record.kind, file, record, _library_stem(names)))
-    return WeightsFolder(place, origin, parts, manifest)
+    return WeightsFolder(place, parts, manifest)
 
 
 def refuse_delta(manifest: Manifest, place: Place) -> None:

@@ -208,9 +208,9 @@ def load_model(
     read_to = None if is_host else torch.empty(0, device=device).device  # with its index, which differs by thread
     options = _LoadOptions(base, None, classes or {}, strict, check_base, trust_remote_code, verify, mapped, read_to)
     root, wanted = _find_checkpoint(open_place(path), part)
-    with open_checkpoint(Place(root)) as held, _explain_errors(root):
+    with open_checkpoint(Place(root)) as held, _explain_errors(held):
         _refuse_unsigned(held, require_signature)
-        refuse_delta(held.manifest, Place(held.origin))
+        refuse_delta(held.manifest, held.place)
         groups = _find_groups(held, wanted)
         targets = _targets_of(held, groups, into)
         _refuse_modules(held, groups, targets)
@@ -225,7 +225,7 @@ def load_model(
     result = next(iter(models.values())) if is_single else models
     if not with_report:
         return result
-    origin = held.origin.folder if isinstance(held.origin, LocalStore) else held.origin.url
+    origin = held.place.folder.folder if isinstance(held.place.folder, LocalStore) else held.place.folder.url
     reports = [report for _, report in loaded.values()]
     is_copied = device is not None and torch.device(device).type != "cpu"
     return result, summary_of(origin, wanted or "", reports, copied=is_copied)
@@ -253,9 +253,9 @@ def _refuse_unsigned(held: OpenCheckpoint, required: SignedBy | None) -> None:
     """Raise CorruptError unless the checkpoint has the `required` signature."""
     if required is None:
         return
-    problems = signature_problems(held.origin, held.store, held.manifest, required)
+    problems = signature_problems(held.place.folder, held.store, held.manifest, required)
     if problems:
-        raise CorruptError(f"{held.origin.url}: {listing(list(problems))}; not loaded")
+        raise CorruptError(f"{held.place.folder.url}: {listing(list(problems))}; not loaded")
 
 
 def _track_load(
@@ -264,7 +264,7 @@ def _track_load(
     """A bar on rank 0's terminal, of the bytes that the load reads; mapped files are read later, when they are used."""
     names = {name for records in groups.values() for record in records for name in weight_names(record)}
     sizes = [file.size_bytes for file in held.manifest.files if options.verify or file.path in names]
-    return track_reads(sum(sizes) if is_first_process() else 0, f"loading {Place(held.origin).basename}")
+    return track_reads(sum(sizes) if is_first_process() else 0, f"loading {held.place.basename}")
 
 
 def _refuse_damaged(held: OpenCheckpoint, options: _LoadOptions) -> None:
@@ -274,7 +274,7 @@ def _refuse_damaged(held: OpenCheckpoint, options: _LoadOptions) -> None:
 
 
 @contextmanager
-def _explain_errors(root: Store) -> Iterator[None]:
+def _explain_errors(held: OpenCheckpoint) -> Iterator[None]:
     """Raise LoadError for errors of libraries, which invalid files cause; out-of-memory errors pass unchanged."""
     try:
         yield
@@ -282,7 +282,9 @@ def _explain_errors(root: Store) -> Iterator[None]:
         raise
     except Exception as error:
         text = str(error) if isinstance(error, (OSError, ValueError)) else shown(error)
-        raise LoadError(f"{root.url}: no model can be made of it: {printable(text)[:2000]}") from error
+        if isinstance(held.store, LocalStore):
+            text = text.replace(str(held.folder), str(held.path))
+        raise LoadError(f"{held.place}: no model can be made of it: {printable(text)[:2000]}") from error
 
 
 def _find_groups(held: OpenCheckpoint, wanted: str | None) -> dict[str, list[PartRecord]]:
@@ -420,7 +422,7 @@ def _load_diffusers(
     with fetching_weights(held.store, weight_names(record), options.mapped, options.device) as tensors:
         with limit_parameters(most_parameters(record), "config.json"):
             model = empty_of_config(cls, config)
-        model.register_to_config(_name_or_path=held.origin.where(record.path))
+        model.register_to_config(_name_or_path=held.place.folder.where(record.path))
         stored, zero_copy = tensors()
         report = put_tensors(model, record, stored, held.store, options.strict)
     return model.eval(), replace(report, zero_copy=zero_copy)

@@ -93,7 +93,7 @@ def name_origin(model: nn.Module, read_from: Path, held: OpenCheckpoint, record:
         owners: list[Any] = [module, getattr(module, "config", None)]
         for owner in owners:
             if getattr(owner, "name_or_path", None) == str(read_from):
-                owner.name_or_path = held.origin.where(record.path)
+                owner.name_or_path = held.place.folder.where(record.path)
 
 
 def add_folder_settings(model: Any, folder: Path) -> None:

@@ -66,7 +66,7 @@ class StoredAdapters:
     def base_place(self) -> Place:
         """The place of their base if it is in the same checkpoint."""
         first = self.records[0]
-        return Place(self.held.origin, first.path.removesuffix(f"adapters/{first.adapter}").rstrip("/"))
+        return Place(self.held.place.folder, first.path.removesuffix(f"adapters/{first.adapter}").rstrip("/"))
 
     @property
     def has_base(self) -> bool:
@@ -89,7 +89,7 @@ def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -
         known = tuple(one for one in adapters if not below or f"{one.path}/".startswith(f"{below}/"))
     else:
         known = tuple(_foreign_records(place.folder))
-        held = OpenCheckpoint(place.folder, place.folder, Manifest(known, (), "adapter", ""), "")
+        held = OpenCheckpoint(place, place.folder, Manifest(known, (), "adapter", ""), "")
     if not known:
         raise LoadError(f"{place}: {describe_contents(place).text}; expected a folder with an adapter ({_CONFIG})")
     stored = StoredAdapters(held, _chosen_records(place, known, names))
@@ -236,7 +236,7 @@ def merge(
         found = find_base(stored, base)
         check_apart([source, found], options)
         place = stack.enter_context(hold_open(found))
-        opened = stack.enter_context(closing(open_source(place, found)))
+        opened = stack.enter_context(closing(open_source(place)))
         based = base_on_files(place, found, stored, in_memory=check is not None)
         beside = stored.has_base and base is None
         sampled = check_base and not beside
@@ -244,8 +244,8 @@ def merge(
         given: dict[str, Any] = {"merged": choice, "made_from": (source.basename, found.basename)}
         given["check"] = None if check is None else live_logits(model, check)
         given["extra_files"] = _companion_files(opened, stored)
-        given["max_mode"] = source_mode(place, found, options.target)
-        given["max_mode"] &= source_mode(Place(stored.held.store), Place(stored.held.origin), options.target)
+        given["max_mode"] = source_mode(place, options.target)
+        given["max_mode"] &= source_mode(Place(stored.held.store), options.target)
         report = _save_merged(model, options, given, begun)
     left = [f"{listing(list(based.left), ', ')}: the base's model has no place for it, left out"] if based.left else []
     notes = (*left, *added, *report.notes)

@@ -1,12 +1,16 @@
 """A read-only view of a store as it was listed: later versions of an object are errors."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from threading import Lock
 from typing import Any, NoReturn, cast
 
 from ft_ckpt.errors import CorruptError, MissingError, TargetError
+from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.scratch import copy_object
 from ft_ckpt.storage.store import Folder, FolderListing, Readable, Store, Stored, checked_name, read_object, read_range
 
 
@@ -43,6 +47,7 @@ class ListedStore:
     listed: Mapping[str, Stored]
     opened: dict[str, _CountedObject] = field(default_factory=dict, compare=False, repr=False)  # by `where`
     asked: Asked = field(default_factory=Asked, compare=False)
+    fetched: dict[str, Path] = field(default_factory=dict, compare=False, repr=False)  # local copies, by `where`
 
     @property
     def url(self) -> str:
@@ -61,7 +66,7 @@ class ListedStore:
         begin = f"{folder}/"
         below = {name.removeprefix(begin): each for name, each in self.listed.items() if name.startswith(begin)}
         named = {name: replace(each, name=name) for name, each in below.items()}
-        return ListedStore(self.inner.within(folder), named, self.opened, self.asked)
+        return ListedStore(self.inner.within(folder), named, self.opened, self.asked, self.fetched)
 
     def where(self, name: str) -> str:
         return self.inner.where(name)
@@ -70,10 +75,13 @@ class ListedStore:
         return read_object(self, name, start, stop)
 
     def open(self, name: str) -> Readable:
-        """Open an object. Raises CorruptError when its version is not the listed one."""
+        """Open an object, or its local copy. Raises CorruptError when its version is not the listed one."""
         listed = self.stat(name)
         if listed is None:
             raise MissingError(f"{self.where(name)}: no such object")
+        local_copy = self.fetched.get(self.where(name))
+        if local_copy is not None:
+            return open_local_file(local_copy, name)
         if (held := self.opened.get(self.where(name))) is not None:
             return cast("Readable", held)
         file = self.inner.open(name)
@@ -84,6 +92,20 @@ class ListedStore:
             return file
         counted = self.opened[self.where(name)] = _CountedObject(file, self.asked)
         return cast("Readable", counted)
+
+    def fetch(self, names: Iterable[str], room: LocalStore) -> None:
+        """Copy objects into `room`, from which they are read afterwards.
+
+        If it has no room for all of them, none is copied. An object that cannot be read is left to its reader.
+        """
+        missing = [self.listed[name] for name in names if name in self.listed and self.where(name) not in self.fetched]
+        free_bytes = room.free_bytes()
+        if free_bytes is not None and free_bytes < sum(stored.size_bytes for stored in missing):
+            return
+        for stored in missing:
+            with suppress(CorruptError), closing(self.open(stored.name)) as opened:
+                copy_object(opened, room, stored.name)
+                self.fetched[self.where(stored.name)] = room.path(stored.name)
 
     def list(self, prefix: str = "") -> list[Stored]:
         begin = f"{prefix}/" if prefix else ""

@@ -30,7 +30,7 @@ class LocalFile:
     can_map = True
 
     def __init__(self, name: str, path: Path, descriptor: int) -> None:
-        self.name, self.path, self.descriptor = name, path, descriptor
+        self.name, self.path, self.descriptor = name, path, descriptor  # `path`: for messages
         self._closer, self._closed = weakref.finalize(self, os.close, descriptor), False
         found = os.fstat(descriptor)
         self.size_bytes, self.version = found.st_size, local_disk.file_version(found)

@@ -14,7 +14,7 @@ from ft_ckpt.errors import ConfigError, MissingError, UnreadableError, damaged_i
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.direct_io import LocalWriting, allocate_file, create_file
 from ft_ckpt.storage.local_disk import PREFIX, locked_folder
-from ft_ckpt.storage.local_file import open_local_file
+from ft_ckpt.storage.local_file import LocalFile
 from ft_ckpt.storage.read_ahead import BLOCK_BYTES
 from ft_ckpt.storage.store import (
     Folder,
@@ -39,10 +39,11 @@ class LocalStore:
     direct_bytes: int | None = BLOCK_BYTES  # new objects from this size on go past the page cache; None: none does
     syncs: bool = True  # whether objects survive a power cut at once; in a stage, the commit syncs all files
     max_mode: int = 0o777  # no new file has permission bits beyond these, no new folder beyond `folder_mode` of them
+    shown: Path | None = None  # the path in messages, and beside which folders are looked for; None: `folder`
 
     @property
     def url(self) -> str:
-        return str(self.folder)
+        return str(self.shown or self.folder)
 
     @property
     def identity(self) -> str:
@@ -50,14 +51,15 @@ class LocalStore:
 
     @property
     def parent(self) -> "LocalStore | None":
-        here = self.folder.absolute()
+        here = Path(self.url).absolute()
         return None if here == here.parent else LocalStore(here.parent)
 
     def within(self, folder: str) -> "LocalStore":
-        return replace(self, folder=self.folder / checked_name(folder, is_name))
+        name = checked_name(folder, is_name)
+        return replace(self, folder=self.folder / name, shown=None if self.shown is None else self.shown / name)
 
     def where(self, name: str) -> str:
-        return str(self.folder / name)
+        return str(Path(self.url, name))
 
     def path(self, name: str) -> Path:
         """The path of an object; any file name is allowed. Raises ConfigError for one that leads out of the store."""
@@ -69,8 +71,8 @@ class LocalStore:
     def open(self, name: str) -> Readable:
         """Raises CorruptError for anything but a regular file."""
         path = self.path(name)
-        with _reading(path):
-            return open_local_file(path, name)
+        with _reading(self.where(name)):
+            return LocalFile(name, Path(self.where(name)), local_disk.regular_descriptor(path))
 
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
         """A file that replaces another keeps its permissions."""
@@ -109,7 +111,7 @@ class LocalStore:
     def list(self, prefix: str = "") -> list[Stored]:
         """Without drafts; folders that are links are not entered."""
         top = self.path(prefix) if prefix else self.folder
-        with _reading(top):
+        with _reading(self.where(prefix)):
             walk = os.walk(top, onerror=_raise_unless_absent)
             paths = (Path(place) / name for place, _, files in walk for name in files if not _is_draft(name))
             named = ((path.relative_to(self.folder).as_posix(), _regular(path)) for path in paths)
@@ -119,7 +121,7 @@ class LocalStore:
     def list_folder(self, prefix: str = "") -> FolderListing:
         top = self.path(prefix) if prefix else self.folder
         folders, objects, begin = [], [], f"{prefix}/" if prefix else ""
-        with _reading(top):
+        with _reading(self.where(prefix)):
             for entry in local_disk.list_entries(top):
                 if _may_be_folder(entry):
                     folders.append(Folder(entry.name, os.path.realpath(entry.path), entry.is_symlink()))
@@ -131,7 +133,7 @@ class LocalStore:
     def stat(self, name: str) -> Stored | None:
         """None also for a folder, or anything else that is not a regular file."""
         path = self.path(name)
-        with _reading(path):
+        with _reading(self.where(name)):
             found = _regular(path)
         return None if found is None else local_disk.stored_file(name, found)
 
@@ -145,7 +147,7 @@ class LocalStore:
             return False
         origin, goal = store.path(name), self.path(other)
         if store.stat(name) is None:
-            raise _missing(origin)
+            raise _missing(store.where(name))
         if local_disk.permission_bits(origin) & ~self.max_mode & 0o077:
             return False
         draft = _draft_name(goal)
@@ -222,12 +224,12 @@ def linked_path(path: Path) -> Path | None:
     return None
 
 
-def readable_mode(path: Path, folder: Path, goal: Path) -> int:
+def readable_mode(path: Path, goal: Path) -> int:
     """The permission bits common to all files at `path`; none for a class of users that may not enter their folders.
 
-    The folders are those at and below `folder`, and its parent unless `goal` is below the parent.
+    The folders are those at and below `path`, and its parent unless `goal` is below the parent.
     """
-    folder = folder.resolve()
+    folder = path.resolve()
     folders = [Path(place) for place, _, _ in os.walk(folder)]
     if not goal.resolve().is_relative_to(folder.parent):
         folders.append(folder.parent)
@@ -282,21 +284,21 @@ def temporary_store(folder: str | Path | None = None, prefix: str = "ft_ckpt-cop
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(where: str) -> Iterator[None]:
     """Convert system errors of a read; a missing file becomes MissingError."""
     try:
-        with damaged_input(path):
+        with damaged_input(where):
             yield
     except UnreadableError as error:
         if error.errno in _ABSENT:
-            raise _missing(path) from error
+            raise _missing(where) from error
         raise
     except FileNotFoundError as error:
-        raise _missing(path) from error
+        raise _missing(where) from error
 
 
-def _missing(path: Path) -> MissingError:
-    found = MissingError(f"{path}: no such file")
+def _missing(where: str) -> MissingError:
+    found = MissingError(f"{where}: no such file")
     found.errno = errno.ENOENT
     return found
 

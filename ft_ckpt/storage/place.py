@@ -92,7 +92,8 @@ class Place:
         """The same place, independent of the working directory."""
         if not isinstance(self.store, LocalStore):
             return self
-        return Place(replace(self.store, folder=self.store.folder.absolute()), self.name)
+        shown = None if self.store.shown is None else self.store.shown.absolute()
+        return Place(replace(self.store, folder=self.store.folder.absolute(), shown=shown), self.name)
 
     @property
     def beside(self) -> Store:
@@ -199,14 +200,14 @@ def absolute_location(place: str | os.PathLike[str] | Place) -> str | Place:
     return os.fspath(place) if is_url(place) else str(local_path(place).absolute())
 
 
-def source_mode(opened: Place, origin: Place, goal: Place) -> int:
-    """The `max_mode` of what is made at `goal` from the file or folder `opened`, called `origin` by the user.
+def source_mode(source: Place, goal: Place) -> int:
+    """The `max_mode` of what is made at `goal` from the file or folder `source`.
 
     On local disks, see `readable_mode`; no limit if a bucket is involved.
     """
-    if not all(isinstance(each.store, LocalStore) for each in (opened, origin, goal)):
+    if not isinstance(source.store, LocalStore) or not isinstance(goal.store, LocalStore):
         return 0o777
-    return readable_mode(Path(str(opened)), Path(str(origin)), Path(str(goal)))
+    return readable_mode(source.store.folder / source.name, Path(str(goal)))
 
 
 def location_name(location: Path | str) -> str:
@@ -216,5 +217,5 @@ def location_name(location: Path | str) -> str:
 
 def _basename(store: Store) -> str:
     if isinstance(store, LocalStore):
-        return store.folder.absolute().name
+        return Path(store.url).absolute().name
     return store.url.rpartition("/")[2]

@@ -250,7 +250,7 @@ def branch_run_id(wanted: Wanted, chosen: OpenCheckpoint, infos: Sequence[Checkp
     """
     if not wanted.is_named:
         return None
-    beside, manifest = Place(chosen.origin).beside, chosen.manifest
+    beside, manifest = chosen.place.beside, chosen.manifest
     is_own = any(beside.url == each.absolute.folder.url for each in wanted.places.folders)
     all_beside = infos if is_own else list_readable(Place(beside)).found
     steps = [info.manifest.step or 0 for info in resumable(all_beside) if info.manifest.run_id == manifest.run_id]
@@ -346,7 +346,10 @@ def _verify_large_files(local: ResumePoint | None, ranks: Ranks, sharers: Sequen
     if local is None:
         return verify_files(None, (), ranks, sharers)
     checkpoint = local.checkpoint
-    return verify_files(checkpoint, large_files(checkpoint.store, checkpoint.manifest), ranks, sharers)
+    files = large_files(checkpoint.store, checkpoint.manifest)
+    if ranks.size == 1:  # several ranks would each download everything
+        checkpoint.fetch_files([file.path for file in files])
+    return verify_files(checkpoint, files, ranks, sharers)
 
 
 def _merge_views(answers: Values) -> Document:
@@ -375,12 +378,12 @@ def _open_received(folder: LocalStore | None, place: Place, stack: ExitStack, de
     problems = received.find_problems(deep)
     if problems:
         raise CorruptError(f"{place}: damaged on the way to this node: {listing(list(problems))}; resume again")
-    return open_resume_point(replace(received, origin=place.folder), stack)
+    return open_resume_point(replace(received, place=place), stack)
 
 
 def _manifest_place(held: OpenCheckpoint) -> list[int]:
     """Inode, size and mtime of the manifest; empty for a bucket, which is the same on all machines."""
-    if not isinstance(held.origin, LocalStore):
+    if not isinstance(held.place.folder, LocalStore):
         return []
     with damaged_input(held.path):
         status = (held.path / MANIFEST_NAME).stat()

@@ -11,7 +11,6 @@ from ft_ckpt.distributed.fill import Filler, choose_filler
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import ConfigError, LoadError, damaged_input, listing
 from ft_ckpt.messages import did_you_mean, warn
-from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.progress import track_reads
 from ft_ckpt.training import zero_optimizer
 from ft_ckpt.training.accelerate_folder import read_accelerate_folder
@@ -59,7 +58,7 @@ def resume_run(
         point = choice.point
         if point is None:
             return
-        with track_reads(_bytes_to_show(point, ranks), f"resuming {Place(point.checkpoint.origin).basename}"):
+        with track_reads(_bytes_to_show(point, ranks), f"resuming {point.checkpoint.place.basename}"):
             restore_run(run, point, ranks, allowed, versions)
         run.branch_off(choice.branch)
 
@@ -166,7 +165,7 @@ def _restore_on_rank(
     outcomes += restore_items([item for item in live.items if item.kind == "object"], live, point, fill_all)
     with damaged_input(f"{held.location}: its training state"):
         notes, of_rank = restore_rank_state(run, point.document, point.tensors, ranks, compared.trees)
-        run.restore_progress(point.document, held.origin, held.manifest.created)
+        run.restore_progress(point.document, held.place.folder, held.manifest.created)
     return RestoreReport(
         held.location,
         (*compared.misfits, *outcomes, *of_rank),

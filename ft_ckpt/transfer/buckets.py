@@ -36,7 +36,7 @@ def refuse_options(destination: str | Place, options: PushOptions, *, allowed: s
 def send_checkpoint(held: OpenCheckpoint, destination: str | Place, options: PushOptions) -> PushReport:
     """Push an open checkpoint, see `push.push`."""
     destination_url(destination, options)
-    goal = destination_place(destination, Place(held.origin).basename)
+    goal = destination_place(destination, held.place.basename)
     manifest = held.manifest if options.state else weights_manifest(held.manifest)
     return push_report(held, copy_open(held, goal, manifest, overwrite=False, shown=not options.quiet))
 
@@ -44,7 +44,7 @@ def send_checkpoint(held: OpenCheckpoint, destination: str | Place, options: Pus
 def push_report(held: OpenCheckpoint, report: CopyReport) -> PushReport:
     """The report of a push, from the report of the copy of an open checkpoint to a bucket."""
     left_out = sorted({file.path for file in held.manifest.files} - set(report.files))
-    if left_out and read_signature(held.origin) is not None:
+    if left_out and read_signature(held.place.folder) is not None:
         left_out.append(f"{SIGNATURE_NAME}, which covers them")
     return PushReport(
         path=held.location,

@@ -115,11 +115,11 @@ def copy_open(
     committed unchanged.
     """
     begun, size_bytes = time.monotonic(), sum(file.size_bytes for file in manifest.files)
-    signed = read_signature(held.origin)
+    signed = read_signature(held.place.folder)
     exactly = None if signed is None else signed.manifest
     if not is_same_copy(exactly, manifest):  # it signs more than is copied, or an older checkpoint
         signed = exactly = None
-    source, names = Place(held.origin).location, tuple(file.path for file in manifest.files)
+    source, names = held.place.location, tuple(file.path for file in manifest.files)
     if is_there(goal, manifest) and (not renews or verify(goal).ok):
         settle_staging_at(goal)
         if signed is not None:
@@ -129,8 +129,8 @@ def copy_open(
     if not may_replace:
         refuse_occupied(goal)
     label = f"copying {goal.basename}"
-    listed = held.store if isinstance(held.store, LocalStore) else held.origin
-    max_mode = source_mode(Place(listed), Place(held.origin), goal)
+    listed = held.store if isinstance(held.store, LocalStore) else held.place.folder
+    max_mode = source_mode(Place(listed), goal)
     with (
         _staging_at(goal, manifest, max_mode, overwrite=may_replace) as staging,
         track_bytes(size_bytes if shown else 0, label) as track,
@@ -272,7 +272,7 @@ class _Copying:
 
     def _copy_at_service(self, file: FileRecord) -> bool:
         """Copy within one service, if the object has the recorded ETag before and after."""
-        origin = self.held.origin
+        origin = self.held.place.folder
         if file.etag is None or etag_of(origin, file.path) != file.etag:
             return False
         with suppress(CorruptError, TargetError):  # too large for one request, or not allowed: send it
@@ -300,7 +300,7 @@ class _Copying:
     def _refuse_damaged(self, file: FileRecord, digest: str) -> None:
         if digest != file.digest:
             raise CorruptError(
-                f"{self.held.origin.where(file.path)}: digest {digest}, expected {file.digest}: its bytes have "
+                f"{self.held.place.folder.where(file.path)}: digest {digest}, expected {file.digest}: its bytes have "
                 "changed; nothing was copied, use another checkpoint"
             )
 

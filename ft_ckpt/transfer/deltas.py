@@ -107,7 +107,7 @@ def append_checkpoint(checkpoint: Place, chain: Place, anchor_every: int) -> App
     begun = time.monotonic()
     with open_checkpoint(checkpoint) as held:
         manifest = replace(weights_manifest(held.manifest), export=held.manifest.export, token=None)
-        goal = Place(chain.folder, Place(held.origin).basename)
+        goal = Place(chain.folder, held.place.basename)
         full_bytes = sum(file.size_bytes for file in manifest.files)
 
         def report(written: Manifest, *, is_new: bool) -> AppendReport:
@@ -172,8 +172,8 @@ def _append_delta(held: OpenCheckpoint, manifest: Manifest, newest: CheckpointIn
     files = tuple(replace(file, linked=False, etag=None) for file in manifest.files)
     manifest = replace(manifest, files=files)
     content = content_digest(manifest)
-    max_mode = source_mode(Place(held.store), Place(held.origin), goal)
-    with open_checkpoint(newest.place) as entry, open_whole(entry, Place(held.origin).beside) as base:
+    max_mode = source_mode(Place(held.store), goal)
+    with open_checkpoint(newest.place) as entry, open_whole(entry, held.place.beside) as base:
         staging = open_staging_at(goal, run_id=f"delta to {content}", max_mode=max_mode)
         try:
             records = _write_changes(held, manifest, base, staging.store)
@@ -340,17 +340,17 @@ def open_whole(entry: OpenCheckpoint, near: Store | None = None) -> Iterator[Ope
 
 def _whole_store(entries: list[OpenCheckpoint], manifest: Manifest, near: Store | None, stack: ExitStack) -> Store:
     """The files of the checkpoint that the last of `entries` stands for; its bases are appended to `entries`."""
-    entry, name = entries[-1], Place(entries[-1].origin).basename
+    entry, name = entries[-1], entries[-1].place.basename
     there = _place_near(near, name, content_digest(manifest))
-    if there is not None and there.folder.identity != entry.origin.identity:
+    if there is not None and there.folder.identity != entry.place.folder.identity:
         return stack.enter_context(open_checkpoint(there)).store
     if not entry.manifest.delta:
         return entry.store
     base = entry.manifest.delta["base"]
-    if any(Place(each.origin).basename == base for each in entries):
+    if any(each.place.basename == base for each in entries):
         raise CorruptError(f"{entry.location}: based on {base}, which is based on it")
     try:
-        place = Place(Place(entry.origin).beside.within(base))
+        place = Place(entry.place.beside.within(base))
         entries.append(stack.enter_context(open_checkpoint(place)))
     except NotACheckpointError as error:
         raise CorruptError(f"{entry.location}: based on {base}, which is not in the chain") from error
@@ -400,7 +400,7 @@ def _manifest_of(entry: OpenCheckpoint, wanted: str = "") -> Manifest:
     manifest, expected = entry.manifest, wanted
     if manifest.delta:
         text = read_text(entry.store, CHECKPOINT_NAME, MANIFEST_LIMIT_BYTES)
-        manifest = parse_manifest(text, entry.origin.where(CHECKPOINT_NAME))
+        manifest = parse_manifest(text, entry.place.folder.where(CHECKPOINT_NAME))
         expected = wanted or entry.manifest.delta["content"]
     if expected and content_digest(manifest) != expected:
         raise CorruptError(f"{entry.location}: not the checkpoint that the entries after it are built on")
@@ -431,7 +431,7 @@ class _RebuiltStore(ListedStore):
     def of(cls, entry: OpenCheckpoint, manifest: Manifest, base: Store) -> "_RebuiltStore":
         listed = {file.path: Stored(file.path, file.size_bytes, 0.0, file.digest) for file in manifest.files}
         stored = {file.path: file for file in entry.manifest.files}
-        return cls(entry.origin, listed, delta=entry.store, base=base, files=stored)
+        return cls(entry.place.folder, listed, delta=entry.store, base=base, files=stored)
 
     def open(self, name: str) -> Readable:
         assert self.delta is not None

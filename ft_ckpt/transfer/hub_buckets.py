@@ -172,7 +172,7 @@ def destination_url(destination: str, options: PushOptions) -> str:
 def send_checkpoint(checkpoint: OpenCheckpoint, destination: str, options: PushOptions) -> PushReport:
     """Push an open checkpoint, see `push.push`."""
     destination_url(destination, options)
-    folder = _folder_at(destination, options.token, within=Place(checkpoint.origin).basename)
+    folder = _folder_at(destination, options.token, within=checkpoint.place.basename)
     manifest = checkpoint.manifest if options.state else weights_manifest(checkpoint.manifest)
     terms = _Terms(options.private, overwrite=False, shown=not options.quiet)
     return push_report(checkpoint, _send(checkpoint, folder, manifest, terms))
@@ -217,7 +217,7 @@ def copy_checkpoint(
             )
         return _fetch(folder, target.folder.folder, overwrite=overwrite)[0]
     with open_checkpoint(source) as checkpoint:
-        folder = _folder_at(str(destination), within=Place(checkpoint.origin).basename)
+        folder = _folder_at(str(destination), within=checkpoint.place.basename)
         terms = _Terms(overwrite=overwrite)
         if isinstance(checkpoint.store, LocalStore):
             return _send(checkpoint, folder, checkpoint.manifest, terms)
@@ -286,7 +286,7 @@ def _send_once(
     older = _older_files(folder, present, stored)
     files: dict[str, Path | bytes] = {name: checkpoint.folder / name for name in report.files}
     text = manifest_to_json(_as_sent(manifest))
-    signed = read_signature(checkpoint.origin)
+    signed = read_signature(checkpoint.place.folder)
     if signed is not None and is_same_copy(signed.manifest, manifest):
         files[SIGNATURE_NAME] = signed.bundle.encode()
         text = signed.text  # which the signature covers, to the byte

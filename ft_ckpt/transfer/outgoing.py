@@ -53,7 +53,7 @@ def outgoing_files(held: OpenCheckpoint, *, state: bool, base_id: str | None) ->
     sent = [file for file in manifest.files if not is_hidden(file.path)]
     left_out = sorted({file.path for file in held.manifest.files} - {file.path for file in sent})
     notes = [f"{listing(left_out, ', ')}: left out"] if left_out else []
-    if held.origin.stat(SIGNATURE_NAME) is not None:
+    if held.place.folder.stat(SIGNATURE_NAME) is not None:
         notes.append(f"{SIGNATURE_NAME}: left out, because the pushed manifest differs from the signed one")
     configs = dict(_configs_of(held, sent))
     base_id = base_id or _base_on_hub(manifest, configs)

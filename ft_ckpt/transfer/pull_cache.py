@@ -49,7 +49,7 @@ def pull_cached(held: OpenCheckpoint, manifest: Manifest, *, exact: bool = False
     """
     most_bytes = parse_size(os.environ.get(_SIZE) or _DEFAULT_SIZE)
     cache = LocalStore(cache_folder())
-    goal = Place(cache, f"{Place(held.origin).basename}-{content_identity(manifest)[-16:]}")
+    goal = Place(cache, f"{held.place.basename}-{content_identity(manifest)[-16:]}")
     with _sole_puller(cache, goal.name):
         if not is_there(goal, manifest):
             make_room_in(cache, most_bytes, manifest)

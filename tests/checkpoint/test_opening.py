@@ -1,15 +1,13 @@
 """What comes out of a checkpoint that is replaced, damaged or made on purpose while or before it is read."""
 
-import errno
 import json
 import os
 import random
-import shutil
 import signal
-import stat
 import sys
 import textwrap
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,7 +22,7 @@ from safetensors import safe_open
 from seeds import chosen_seed
 from small_checkpoints import edit
 from torch import nn
-from transformers import GPTNeoConfig, GPTNeoForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoConfig, GPTNeoForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
@@ -33,9 +31,8 @@ from ft_ckpt.checkpoint.guards import lease_reasons
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.cli import main
-from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NoSpaceError
+from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
 from ft_ckpt.model import convert, diff, load
-from ft_ckpt.storage import local_disk
 from ft_ckpt.training import resume
 
 SEED = chosen_seed()
@@ -121,19 +118,17 @@ def test_what_is_resumed_is_what_was_compared(tmp_path, monkeypatch):
     assert fresh._run.registered["optimizer"].param_groups[0]["lr"] == 1.0
 
 
-def test_no_links_are_left(tmp_path, monkeypatch):
-    """The folder of links that libraries read from is gone, whatever came of it, and no name tells of it."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "links"))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    (tmp_path / "links").mkdir()
+def test_no_name_tells_of_the_descriptor(tmp_path):
+    """Libraries read by the path of a descriptor; models and errors have the path of the checkpoint."""
     CheckpointSaver().save(models.build("mixtral"), tmp_path / "out")
     loaded = ft_ckpt.load_model(tmp_path / "out")
     assert loaded.config._name_or_path == loaded.name_or_path == str(tmp_path / "out")
-    with pytest.raises(LoadError) as failed:
-        ft_ckpt.load_model(tmp_path / "out", into=nn.Linear(1, 1))
-    assert str(tmp_path / "links") not in str(failed.value)
-    assert str(tmp_path / "out") in str(failed.value)
-    assert not [*(tmp_path / "links").iterdir()]
+    (tmp_path / "out" / "generation_config.json").unlink()
+    for options in ({}, {"into": nn.Linear(1, 1)}):
+        with pytest.raises(CheckpointError) as failed:
+            ft_ckpt.load_model(tmp_path / "out", **options)
+        assert "/proc/" not in str(failed.value)
+        assert str(tmp_path / "out") in str(failed.value)
 
 
 # Damage
@@ -312,7 +307,7 @@ def test_a_pipe_among_the_files(tmp_path):
     CheckpointSaver().save(models.build("llama"), tmp_path / "out")
     (tmp_path / "out" / "config.json").unlink()
     os.mkfifo(tmp_path / "out" / "config.json")
-    with pytest.raises(CorruptError, match=r"config\.json: not a regular file"):
+    with pytest.raises(CorruptError, match=r"config\.json: not a file"):
         ft_ckpt.load_model(tmp_path / "out")
 
 
@@ -348,7 +343,7 @@ def test_what_is_compared_is_held_open(tmp_path, monkeypatch, capsys, below):
     def overwritten_before(*asked):
         assert lease_reasons(tmp_path / "1")
         assert lease_reasons(tmp_path / "2")
-        shutil.rmtree(tmp_path / "2")
+        CheckpointSaver().save(Pair(3), tmp_path / "2", attribute=PARTS)
         return real(*asked)
 
     monkeypatch.setattr(diff, "compare_files", overwritten_before)
@@ -361,31 +356,65 @@ def test_what_is_compared_is_held_open(tmp_path, monkeypatch, capsys, below):
     assert not lease_reasons(tmp_path / "1")
 
 
-def test_no_room_for_the_links_to_open_files(tmp_path, monkeypatch):
-    CheckpointSaver().save(nn.Linear(2, 2), tmp_path / "saved")
-
-    def refuse(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(local_disk, "mkdir", refuse)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(NoSpaceError, match=str(tmp_path)), open_checkpoint(tmp_path / "saved"):
-        pass
+# The folder that was opened
 
 
-def test_the_links_of_readers_that_were_killed_go_with_the_next(tmp_path, monkeypatch):
-    CheckpointSaver().save(nn.Linear(2, 2), tmp_path / "saved")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "links"))
-    (tmp_path / "links").mkdir()
+def asides(folder: Path) -> list[Path]:
+    """What overwrites have moved aside beside the checkpoint `folder`."""
+    return [path for path in folder.parent.iterdir() if path.name.startswith(f".{folder.name}.")]
+
+
+def test_libraries_read_the_folder_that_was_opened_by_its_path(tmp_path):
+    """After an overwrite in the middle of a read; what it has moved aside is deleted when nobody reads it any more."""
+    path, models_by_name = tmp_path / "out", {name: models.build(name).eval() for name in ("llama", "qwen3")}
+    CheckpointSaver(tokenizer=models.tokenizer()).save(models_by_name["llama"], path)
+    with ExitStack() as first, ExitStack() as second:
+        held = first.enter_context(open_checkpoint(path))
+        other = second.enter_context(open_checkpoint(path))
+        CheckpointSaver().save(models_by_name["qwen3"], path)
+        assert not lease_reasons(path)
+        assert (len(asides(path)), len(lease_reasons(asides(path)[0]))) == (1, 2)
+        loaded = AutoModelForCausalLM.from_pretrained(held.folder)
+        assert type(loaded) is type(models_by_name["llama"])
+        assert all(torch.equal(t, content(models_by_name["llama"])[name]) for name, t in content(loaded).items())
+        assert len(AutoTokenizer.from_pretrained(other.folder)) == len(models.tokenizer())
+        with safe_open(held.folder / "model.safetensors", "pt") as tensors:
+            assert tensors.keys()
+        first.close()
+        CheckpointSaver().save(models_by_name["qwen3"], path)
+        assert len(asides(path)) == 1, "the second reader still has it"
+        other.refuse_damaged()
+        second.close()
+    assert asides(path) == []
+    assert type(ft_ckpt.load_model(path)) is type(models_by_name["qwen3"])
+
+
+def test_what_readers_that_were_killed_have_kept_goes_with_the_next_save(tmp_path):
+    path = tmp_path / "out"
+    CheckpointSaver().save(nn.Linear(2, 2), path)
 
     def read():
-        with open_checkpoint(tmp_path / "saved"):
+        with open_checkpoint(path):
+            CheckpointSaver().save(nn.Linear(2, 2), path)
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert in_child(read) == ""
-    (killed,) = (tmp_path / "links").iterdir()
-    with open_checkpoint(tmp_path / "saved") as held:
-        (ours,) = (tmp_path / "links").iterdir()
-        assert held.folder.parent == ours != killed
-        assert stat.S_IMODE(ours.stat().st_mode) == 0o700
-    assert list((tmp_path / "links").iterdir()) == []
+    assert len(asides(path)) == 1
+    CheckpointSaver().save(nn.Linear(2, 2), path)
+    assert asides(path) == []
+
+
+def test_where_folders_cannot_be_exchanged_a_reader_gets_one_save_or_an_error(tmp_path, monkeypatch):
+    """Here it is the working directory: single files are moved, and the manifest tells."""
+    path = tmp_path / "out"
+    CheckpointSaver().save(Pair(1), path, attribute=PARTS)
+    monkeypatch.chdir(path)
+    reading = ExitStack()
+    held = reading.enter_context(open_checkpoint(path))
+    held.store.open("policy/model.safetensors").close()
+    CheckpointSaver().save(Pair(2), path, attribute=PARTS)
+    with pytest.raises(CorruptError, match=rf"{path}: replaced while it was read"):
+        held.store.open("value_head/model.safetensors")
+    with pytest.raises(CorruptError, match="replaced while it was read"):
+        reading.close()  # a library could have read it
+    assert numbers(parts_of_pair(path)) == {2.0}

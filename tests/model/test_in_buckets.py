@@ -22,6 +22,7 @@ from ft_ckpt.checkpoint.catalog import verify
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.errors import BaseMismatchError, ConfigError, CorruptError, LoadError, NotACheckpointError, TargetError
 from ft_ckpt.model.convert import open_source
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.object_store import RemoteObject
 from ft_ckpt.storage.place import Place
 
@@ -63,7 +64,7 @@ def test_a_model_is_loaded_and_says_where_it_is_from(base, sharded, tmp_path, mo
     model, report = ft_ckpt.load_model(place, verify=True, with_report=True)
     assert same(model, base)
     assert model.name_or_path == model.config._name_or_path == str(place) == report.path
-    assert not report.zero_copy
+    assert report.zero_copy, "the copy that was compared is mapped"
     assert same(ft_ckpt.load_model(place, mapped=True), base)
     assert not list(tmp_path.iterdir()), "no copy is left"
 
@@ -234,3 +235,23 @@ def test_a_file_is_compared_with_the_manifest_beside_it(sharded):
     place.folder.write(shard, content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(CorruptError, match="its digest differs"):
         ft_ckpt.load(inside, verify=True)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_each_object_is_downloaded_once_to_be_compared_and_read(tmp_path, s3, monkeypatch, has_room):
+    """Without room for it in the temporary folder it is compared, and downloaded again if it is large."""
+    CheckpointSaver().save(models.build("llama"), tmp_path / "out")
+    ft_ckpt.copy(tmp_path / "out", "s3://bucket/out")
+    real = LocalStore.free_bytes
+    if not has_room:
+        monkeypatch.setattr(LocalStore, "free_bytes", lambda store: 0 if "ft_ckpt-copy-" in store.url else real(store))
+    before = len(s3.seen("GET .*model.safetensors"))
+    ft_ckpt.convert("s3://bucket/out", tmp_path / "new.h5", progress=False)
+    after = len(s3.seen("GET .*model.safetensors"))
+    assert after - before == 1 or not has_room
+    ft_ckpt.load_model("s3://bucket/out", verify=True)
+    assert len(s3.seen("GET .*model.safetensors")) - after == 1 or not has_room
+    s3.put("out/model.safetensors", s3.content("out/model.safetensors")[:-1] + b"!")
+    with pytest.raises(CorruptError, match=r"model\.safetensors"):
+        ft_ckpt.convert("s3://bucket/out", tmp_path / "damaged.h5", progress=False)
+    assert not (tmp_path / "damaged.h5").exists()

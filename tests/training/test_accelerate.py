@@ -203,7 +203,7 @@ def refuse_unchanged(folder, words):
     with CheckpointSaver(run.accelerator, **QUIET) as saver:
         with pytest.raises(LoadError, match=words):
             saver.resume(folder, allow=True)
-        saver.step()  # a run that is half restored would refuse it
+        saver.step()
     assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
     assert not (folder.parent / "ran").exists()
 

@@ -1,0 +1,109 @@
+"""The folder of an open checkpoint on a disk, read through one descriptor.
+
+`/proc/self/fd/N/model.safetensors` stays the old file after a save has exchanged the folder or moved it aside, for
+libraries that read by path too. Where a save cannot exchange folders it moves single files, the manifest first: so the
+manifest is looked at after each file is opened, and at the end.
+"""
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.errors import CorruptError, MissingError, damaged_input
+from ft_ckpt.storage.local_disk import regular_descriptor
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.store import FolderListing, Readable, Stored
+
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+@dataclass(frozen=True)
+class OpenFolder(LocalStore):
+    """The files of the open checkpoint of `marker` in this folder of it; other files are not seen."""
+
+    marker: "OpenManifest | None" = None
+    files: frozenset[str] = frozenset()  # paths in the checkpoint
+    inside: str = ""  # the path of this folder in the checkpoint, with a slash at its end
+
+    def within(self, folder: str) -> "OpenFolder":
+        below = super().within(folder)
+        assert isinstance(below, OpenFolder)
+        return replace(below, inside=f"{self.inside}{folder}/")
+
+    def open(self, name: str) -> Readable:
+        """Raises CorruptError also when the checkpoint was replaced meanwhile."""
+        if not self._is_listed(name):
+            raise MissingError(f"{self.where(name)}: no such file")
+        try:
+            file = super().open(name)
+        except MissingError:
+            self._refuse_replaced()
+            raise
+        self._refuse_replaced()
+        return file
+
+    def list(self, prefix: str = "") -> list[Stored]:
+        return [stored for stored in super().list(prefix) if self._is_listed(stored.name)]
+
+    def list_folder(self, prefix: str = "") -> FolderListing:
+        listing = super().list_folder(prefix)
+        begin = f"{self.inside}{prefix}/" if prefix else self.inside
+        below = {path.removeprefix(begin).partition("/")[0] for path in self.files if path.startswith(begin)}
+        folders = tuple(folder for folder in listing.folders if folder.name in below)
+        objects = tuple(stored for stored in listing.objects if self._is_listed(stored.name))
+        return FolderListing(listing.exists, folders, objects)
+
+    def stat(self, name: str) -> Stored | None:
+        return super().stat(name) if self._is_listed(name) else None
+
+    def _is_listed(self, name: str) -> bool:
+        return f"{self.inside}{name}" in self.files
+
+    def _refuse_replaced(self) -> None:
+        if self.marker is not None:
+            self.marker.refuse_replaced()
+
+
+@dataclass(frozen=True)
+class OpenManifest:
+    """The manifest of an open checkpoint: a descriptor, and the path at which it was opened."""
+
+    descriptor: int
+    path: Path
+    shown: Path  # of the checkpoint
+
+    def is_at(self, path: Path) -> bool:
+        """Whether it is the file at `path`."""
+        with damaged_input(self.shown):
+            try:
+                return os.path.samestat(path.stat(), os.fstat(self.descriptor))
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+
+    def refuse_replaced(self) -> None:
+        """Raise CorruptError if another save has put its files into the folder, or the folder was deleted."""
+        if not self.is_at(self.path):
+            raise CorruptError(f"{self.shown}: replaced while it was read; read it again")
+
+
+def open_folder(path: Path, stack: ExitStack) -> Path:
+    """A path at which the folder `path` stays this folder until the stack closes; `path` itself without /proc."""
+    if not _DESCRIPTORS.is_dir():
+        return path
+    with damaged_input(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    stack.callback(os.close, descriptor)
+    return _DESCRIPTORS / str(descriptor)
+
+
+def open_manifest(folder: Path, shown: Path, stack: ExitStack) -> OpenManifest | None:
+    """The manifest in `folder`, open until the stack closes; None without one. `shown`: the path in messages."""
+    with damaged_input(shown / MANIFEST_NAME):
+        try:
+            descriptor = regular_descriptor(folder / MANIFEST_NAME)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+    stack.callback(os.close, descriptor)
+    return OpenManifest(descriptor, folder / MANIFEST_NAME, shown)
