@@ -106,13 +106,6 @@ def test_what_is_damaged_in_a_bucket_is_named_by_its_url(run):
     assert list(list_checkpoints(run).damaged) == [f"{run}/checkpoint-3"]
 
 
-def test_a_large_object_is_digested_range_by_range(local, remote, monkeypatch):
-    from ft_ckpt.storage import digests
-
-    monkeypatch.setattr(digests, "_AHEAD_BYTES", 64)
-    assert problems(remote) == problems(local) == []
-
-
 def test_a_look_at_a_bucket_is_few_requests(remote):
     """One listing of each folder, and one read of each small file: never a request for a file's size alone."""
     watch = Watch()
