@@ -22,7 +22,7 @@ import ft_ckpt
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 PARSERS = {"yaml": yaml.safe_load, "json": json.loads}
-MOST_NOT_RUN = 8
+MOST_NOT_RUN = 9
 PAGES_SECONDS = 900  # for all pages: some start programs, and wait for signals
 
 QUICK = ("settings", "on-disk")
