@@ -124,7 +124,7 @@ def _auto_class(task: str) -> Any:
 
 
 def _empty_model(cls: Any, config: Any) -> Any:
-    with without_memory():
+    with damaged_input("config of the base"), without_memory():
         return cls(config)
 
 

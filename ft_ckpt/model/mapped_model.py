@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from ft_ckpt.distributed.wrapper import stand_in_parameter
-from ft_ckpt.errors import LoadError, listing
+from ft_ckpt.errors import LoadError, damaged_input, listing
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.model.base_class import BaseClass
 from ft_ckpt.model.base_files import FileOrigin, find_origins
@@ -44,7 +44,7 @@ def model_on_files(
             f"{folder}: its class is in no module of transformers; load it with its own code and PEFT, and save it "
             "with CheckpointSaver.save(merged=True)"
         )
-    with without_memory():
+    with damaged_input(f"{folder}: its config"), without_memory():
         model = base.cls(base.config)
     # Converted tensors are read when PEFT has replaced layers of the model.
     described = with_whole_parameters(model, model.state_dict())

@@ -18,6 +18,7 @@ from methods import METHODS, UNMERGEABLE, low_rank, with_adapter
 from on_ranks import RANK, on_ranks
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from small_checkpoints import rewrite_manifest
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
@@ -96,6 +97,14 @@ def test_a_method_without_a_merge_is_refused_and_kept(tmp_path):
 @pytest.mark.parametrize("method", UNMERGEABLE)
 def test_every_method_without_a_merge_is_refused_and_kept(method, tmp_path):
     is_refused_and_kept(method, tmp_path)
+
+
+def test_a_recorded_config_that_makes_no_base_is_refused(base, tmp_path):
+    CheckpointSaver().save(adapted(base, low_rank(LINEAR)), tmp_path / "adapter", adapter_only=True)
+    changes = {"rope_parameters": {"rope_theta": "many", "rope_type": "default"}}
+    rewrite_manifest(tmp_path / "adapter", lambda document: document["parts"][0]["base"].update(config=changes))
+    with pytest.raises(errors.CorruptError, match=r"base: its config: .*use another copy"):
+        merged(tmp_path / "adapter", tmp_path / "out")
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3-moe"])
