@@ -665,8 +665,12 @@ class ResumePoint:
     far_ranks: str = ""  # that do not see the checkpoint and read a copy, as text
 
     def way_to_read(self, fan_out: str) -> str:
-        """The way for `choose_filler`, from SaverConfig.fan_out and the store of the checkpoint."""
-        return "small" if fan_out == "auto" and isinstance(self.checkpoint.store, ListedStore) else fan_out
+        """The way for `choose_filler`, from SaverConfig.fan_out and the store of the checkpoint; the same on all ranks.
+
+        Ranks that read a copy on their disk do not ask rank 0 for small ranges of the bucket.
+        """
+        is_in_bucket = isinstance(self.checkpoint.store, ListedStore) and not self.far_ranks
+        return "small" if fan_out == "auto" and is_in_bucket else fan_out
 
 
 def open_resume_point(held: OpenCheckpoint, stack: ExitStack) -> ResumePoint:
