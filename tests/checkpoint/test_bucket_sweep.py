@@ -1,9 +1,11 @@
 """Deleting old checkpoints in buckets: what goes, what never does, stopped at each request, and raced in each order."""
 
+from functools import partial
+
 import pytest
 from buckets import new_bucket
 from faults import Requests, try_worlds
-from faulty_stores import Watch, all_interleavings
+from faulty_stores import Stopped, Watch, all_interleavings
 from small_checkpoints import save_with_state
 
 from ft_ckpt.checkpoint import guards, leases
@@ -214,6 +216,66 @@ def test_a_sweep_is_stopped_at_each_request(template, after, fault):
     assert try_worlds(trial, Requests(fault), every=3).calls > 40
 
 
+@pytest.mark.slow
+def test_a_sweep_that_finishes_others_is_stopped_at_each_request(template, after):
+    """The first is stopped while it drops, and while it strips; the second at each of its requests."""
+
+    def between(where):
+        def hook(call, name):
+            if call == "delete" and where in name:
+                raise Stopped
+
+        return hook
+
+    def trial(where, world):
+        bucket = filled(new_bucket(), template)
+        with pytest.raises(Stopped):
+            prune_run(Place(Watch(between(where)).store(bucket)), KEEP)
+        assert any(TOMBSTONE in name for name in marks_in(bucket))
+        check_meanwhile(bucket, template)
+        world.watch.age(bucket, TEN_MINUTES)
+        world.run(prune_run, Place(world.watch.store(bucket)), KEEP)
+        check_meanwhile(bucket, template)
+        assert prune_run(later(bucket), KEEP).problems == ()
+        assert without_manifests(objects(bucket)) == without_manifests(after)
+        assert marks_in(bucket) == []
+
+    for where in ("checkpoint-1/config.json", "checkpoint-3/state"):
+        assert try_worlds(partial(trial, where), Requests("stopped"), every=3).calls > 30
+
+
+def test_a_pin_is_stopped_at_each_request(template):
+    def trial(world):
+        bucket = filled(new_bucket(), below(template, "checkpoint-1"))
+        world.run(pin, Place(world.watch.store(bucket.within("checkpoint-1"))), "why")
+        assert steps(bucket) == [1]
+        assert (pin_reason(Place(bucket, "checkpoint-1")) or "x: why").endswith(": why")
+        unpin(Place(bucket, "checkpoint-1"))
+        assert objects(bucket) == below(template, "checkpoint-1")
+
+    assert try_worlds(trial, Requests("stopped"), every=3).calls >= 3
+
+
+def test_a_reader_is_stopped_at_each_request(template):
+    """What it has put holds the checkpoint for ten minutes, and goes with it."""
+
+    def read(place):
+        with open_checkpoint(place) as held:
+            assert held.find_problems(deep=True) == ()
+
+    def trial(world):
+        bucket = filled(new_bucket(), template)
+        world.run(read, Place(world.watch.store(bucket.within("checkpoint-1"))))
+        leased = any(LEASE in name for name in marks_in(bucket))
+        report = prune_run(Place(bucket), Keep(last=3))
+        assert len(report.dropped) == (0 if leased else 1)
+        assert objects(bucket).keys() >= below(template, "checkpoint-2", "checkpoint-3", "checkpoint-4").keys()
+        prune_run(later(bucket), Keep(last=3))
+        assert (steps(bucket), marks_in(bucket)) == ([2, 3, 4], [])
+
+    assert try_worlds(trial, Requests("stopped"), every=3).calls > 8
+
+
 # Raced
 
 
@@ -286,6 +348,10 @@ def drops(store):
     return drop_from_bucket(store)
 
 
+def drops_too(store):
+    return drop_from_bucket(store)
+
+
 def strips(store):
     return strip_in_bucket(store)
 
@@ -305,6 +371,21 @@ def test_a_pin_and_a_removal(template, no_pause, sweep):
             assert objects(bucket) == {}
 
     assert raced(template, pins, sweep, check=check) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [drops_too, strips])
+def test_two_removals(template, no_pause, other):
+    """One gives way, or both do: then the next sweep does it. What both wanted gone is never half there."""
+
+    def check(bucket, said):
+        if said[drops].dropped or (other is drops_too and said[other].dropped):
+            assert objects(bucket) == {}
+        elif not said[other].stripped:
+            assert objects(bucket) == below(template, "checkpoint-1")
+        assert marks_in(bucket) == []
+
+    assert raced(template, drops, other, check=check) > 100
 
 
 def test_a_removal_gives_way_to_what_came_after_the_plan(bucket):
@@ -443,6 +524,20 @@ def test_what_is_no_remains_of_a_save_stays(bucket, template):
     for way in (recover_all, lambda place: prune_run(place, Keep())):
         way(later(bucket, DAY))
     assert objects(bucket) == before
+
+
+def test_sweeps_of_a_dead_save_are_stopped_at_each_request(template):
+    def trial(world):
+        bucket = filled(new_bucket(), template)
+        left = unfinished_save(bucket)
+        world.watch.age(bucket, TEN_MINUTES)
+        world.run(recover_all, Place(world.watch.store(bucket)))
+        check_meanwhile(bucket, template)
+        recover_all(later(bucket))
+        assert (objects(left), objects(bucket)) == ({}, template)
+        assert marks_in(bucket) == [f"checkpoint-5/{SAVING}"]
+
+    assert try_worlds(trial, Requests("stopped"), every=3).calls > 8
 
 
 def test_a_sweep_gives_way_to_a_save_that_takes_over(template):

@@ -92,8 +92,7 @@ CASES = {
     "exchange": (committed, overwrite),
     "sideline": (committed, overwrite_from_inside),
 }
-RARE = ("rename over empty", "pour", "sideline")  # a state machine tries the others: tests/training/test_run_machine.py
-in_rare_cases = pytest.mark.parametrize(("prepare", "act"), [CASES[case] for case in RARE], ids=RARE)
+in_every_case = pytest.mark.parametrize(("prepare", "act"), CASES.values(), ids=CASES)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +138,7 @@ def check_recovery(tmp_path, outcomes, prepare, act, faults):
 
 
 @pytest.mark.sample("rename over empty")
-@in_rare_cases
+@in_every_case
 def test_killed_at_every_call(tmp_path, outcomes, prepare, act):
     """Killed mid-save, the newest folder is half-written."""
     check_recovery(tmp_path, outcomes, prepare, act, Disk("killed"))
@@ -307,8 +306,8 @@ def test_files_of_others_outlive_a_manifest_that_cannot_be_read(tmp_path, monkey
     check_settled(target, outcomes, committed)
 
 
-@pytest.mark.sample("Ctrl-C-rename over empty", "EIO-rename over empty")
-@in_rare_cases
+@pytest.mark.sample("Ctrl-C-rename", "Ctrl-C-rename over empty", "EIO-rename", "EIO-rename over empty", "EIO-exchange")
+@in_every_case
 @pytest.mark.parametrize("fault", ["Ctrl-C", "EIO"])
 def test_interrupted_at_every_call(tmp_path, outcomes, prepare, act, fault):
     """Ctrl-C or a failing disk in the middle: the same, in a process that lives on."""

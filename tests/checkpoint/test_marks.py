@@ -86,6 +86,14 @@ def test_a_checkpoint_that_goes_while_it_is_pinned(checkpoint, monkeypatch):
     assert hidden(checkpoint) == []
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_pins_outlive_an_overwrite(checkpoint, shards):
+    pin(checkpoint, "keep me")
+    save(checkpoint, step=1, shards=shards)
+    assert "keep me" in pin_reason(checkpoint)
+    assert verify(checkpoint).ok
+
+
 def test_pinning_is_all_or_nothing(checkpoint):
     def trial(world):
         unpin(checkpoint)
@@ -126,6 +134,18 @@ def test_a_lease_lasts_as_long_as_its_block(checkpoint):
     assert (lease_reasons(checkpoint), hidden(checkpoint)) == ((), [])
     with pytest.raises(KeyError), hold_lease(checkpoint):
         raise KeyError
+    assert hidden(checkpoint) == []
+
+
+def test_a_dead_holder_holds_nothing(checkpoint, holder):
+    assert lease_reasons(checkpoint) == (f"in use by process {holder.pid} on {os.uname().nodename}",)
+    holder.send_signal(signal.SIGKILL)
+    while holder.poll() is None or lease_reasons(checkpoint):
+        assert holder.returncode is None, "dead and buried, and its lease is believed"
+        time.sleep(0.01)
+    assert len(hidden(checkpoint)) == 1
+    with hold_lease(checkpoint):  # who comes next cleans up
+        assert len(hidden(checkpoint)) == 1
     assert hidden(checkpoint) == []
 
 

@@ -5,6 +5,8 @@ import fcntl
 import json
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ from small_checkpoints import contents, make_checkpoint, manifest_of, save, save
 
 from ft_ckpt.checkpoint.catalog import discover, read_manifest, verify
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.delete import without_state
 from ft_ckpt.checkpoint.guards import TOMBSTONE, hold_lease, lease_reasons, pin, unpin
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
 from ft_ckpt.checkpoint.prune import PruneReport, make_room, prune_run, recover_all, survey_run
@@ -23,6 +26,19 @@ from ft_ckpt.retention import Keep
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import read_record
 from ft_ckpt.storage.local_store import LocalStore
+
+READER = """
+import sys
+from pathlib import Path
+from ft_ckpt.checkpoint.catalog import verify
+from ft_ckpt.checkpoint.guards import hold_lease
+with hold_lease(sys.argv[1]):
+    assert verify(sys.argv[1]).ok
+    print("reading", flush=True)
+    while sys.stdin.readline():
+        assert verify(sys.argv[1]).ok
+        print("read", flush=True)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +90,11 @@ def test_the_last_stay_whole(run):
     assert contents(run) == rest | foreign
 
 
+def test_the_best_and_the_newest_stay(run):
+    prune_run(run, Keep(best=("loss", "min")))
+    assert steps(run) == [10, 12]
+
+
 def test_a_dry_run_foretells_and_does_nothing(run):
     before = contents(run)
     keep = Keep(last=3, state=Keep(last=1))
@@ -123,6 +144,12 @@ def test_nothing_behind_a_link_is_opened(run, tmp_path_factory):
 
 def rest_of(files):
     return {path: content for path, content in files.items() if not path.startswith("state")}
+
+
+def test_a_state_of_several_files_verifies(run):
+    assert [verify(info.path).problems for info in discover(run)] == [()] * 5
+    manifest = read_manifest(run / "checkpoint-8")
+    assert [part.kind for part in without_state(manifest).parts] == ["model"]
 
 
 def test_pins_and_links_stay(run):
@@ -185,6 +212,24 @@ def test_the_run_itself_is_no_checkpoint_of_it(run):
     assert steps(run) == [None, 12]
 
 
+def test_another_runs_stay(run):
+    """Two runs that share a folder."""
+    for step in (20, 21, 22):
+        save_of(run / f"theirs-{step}", step=step, run_id="theirs")
+    prune_run(run, Keep(last=1), run_id="theirs")
+    assert sorted(steps(run)) == [8, 9, 10, 11, 12, 22]
+
+
+def test_damaged_ones_take_no_place(run):
+    """The newest cannot be loaded, and the one before it is not deleted for its sake."""
+    (run / "checkpoint-12" / "config.json").unlink()
+    prune_run(run, Keep(last=1))
+    assert steps(run) == [11, 12]
+    (run / "checkpoint-11" / "state" / "position.json").unlink()
+    prune_run(run, Keep(last=1))
+    assert steps(run) == [11, 12]  # none is valid: nothing is certain
+
+
 def test_a_file_by_two_names_is_freed_once(run):
     stage = open_stage(run / "checkpoint-1")
     make_checkpoint(stage, step=1)
@@ -219,8 +264,128 @@ def test_an_empty_or_absent_run(tmp_path):
 
 # Stopped anywhere
 
+KEEP = Keep(last=2, state=Keep(last=1))  # drops two and strips one
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    root = tmp_path_factory.mktemp("template") / "run"
+    root.mkdir()
+    for step in (1, 2, 3, 4):
+        save_with_state(root / f"checkpoint-{step}", step, world=1)
+    (root / "checkpoint-2" / "notes.txt").write_text("mine")
+    (root / "checkpoint-keep-me").mkdir()
+    after = root.parent / "after"
+    shutil.copytree(root, after)
+    prune_run(after, KEEP)
+    return root, contents(after)
+
+
+def check_meanwhile(root):
+    """Between two sweeps: what is listed is whole, and nothing that stays is missing."""
+    assert set(steps(root)) >= {3, 4}
+    assert all(verify(info.path).ok for info in discover(root))
+    assert (root / "checkpoint-2" / "notes.txt").read_text() == "mine"
+
+
+def test_killed_at_every_call(tmp_path, template):
+    """Killed while it deletes; nothing else is harmed, and the next sweep finishes."""
+
+    def killed(world):
+        root = shutil.copytree(template[0], tmp_path / world.name)
+        world.run(prune_run, root, KEEP)
+        check_meanwhile(root)
+        assert prune_run(root, KEEP).problems == ()
+        assert contents(root) == template[1]
+        shutil.rmtree(root)
+
+    assert try_worlds(killed, Disk("killed"), every=3).calls > 30
+
+
+@pytest.mark.sample("EIO")
+@pytest.mark.parametrize("fault", ["Ctrl-C", "EIO"])
+def test_refused_at_every_call(tmp_path, template, fault):
+    """A failing disk costs the checkpoint it fails on; the others are swept all the same, and nothing is raised."""
+
+    def refused(world):
+        root = shutil.copytree(template[0], tmp_path / world.name)
+        report = world.run(prune_run, root, KEEP)
+        check_meanwhile(root)
+        if world.is_met and fault == "EIO":
+            assert len(report.dropped) + len(report.stripped) == 2
+            assert "I/O error" in report.problems[0]
+        assert prune_run(root, KEEP).problems == ()
+        assert contents(root) == template[1]
+        shutil.rmtree(root)
+
+    assert try_worlds(refused, Disk(fault), every=3).calls > 30
+
+
+@pytest.mark.slow
+def test_finished_before_it_is_dropped(tmp_path, template):
+    """Killed while it took a state away; the next sweep cannot finish that at first, and drops the checkpoint."""
+
+    def killed(world):
+        root = shutil.copytree(template[0], tmp_path / world.name)
+        world.run(prune_run, root, KEEP)
+        World(Disk("EIO"), "EIO", 1).run(prune_run, root, Keep(last=1))
+        prune_run(root, Keep(last=1))
+        assert names(root) == ["checkpoint-2", "checkpoint-4", "checkpoint-keep-me"]
+        assert names(root / "checkpoint-2") == ["notes.txt"]
+        shutil.rmtree(root)
+
+    assert try_worlds(killed, Disk("killed"), every=3).calls > 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 3])
+def test_saved_again_over_the_remains(tmp_path, template, step):
+    """A run that went back saves the step that a killed sweep was deleting: the new checkpoint is whole."""
+
+    def killed(world):
+        root = shutil.copytree(template[0], tmp_path / world.name)
+        world.run(prune_run, root, KEEP)
+        save(root / f"checkpoint-{step}", step=step, shards=3)
+        saved = read_manifest(root / f"checkpoint-{step}")
+        prune_run(root, Keep())
+        assert verify(root / f"checkpoint-{step}").ok
+        assert read_manifest(root / f"checkpoint-{step}") == saved
+        files = {path.name for path in (root / f"checkpoint-{step}").rglob("[!.]*") if path.is_file()}
+        assert files == {file.path for file in saved.files} | ({"notes.txt"} if step == 2 else set()) | {MANIFEST_NAME}
+        shutil.rmtree(root)
+
+    assert try_worlds(killed, Disk("killed"), every=3).calls > 30
+
 
 # Raced
+
+
+def test_a_reader_is_waited_for(run):
+    """A checkpoint that another process reads stays; once it is read, or the reader is dead, it goes."""
+    readers = [start_reader(run / f"checkpoint-{step}") for step in (8, 9)]
+    assert prune_run(run, Keep(last=1)).dropped == tuple(run / f"checkpoint-{step}" for step in (10, 11))
+    for reader in readers:
+        reader.stdin.write("\n")
+        reader.stdin.flush()
+        assert reader.stdout.readline() == "read\n"
+    readers[0].stdin.close()
+    readers[0].wait()
+    readers[1].kill()
+    readers[1].wait()
+    assert prune_run(run, Keep(last=1)).dropped == tuple(run / f"checkpoint-{step}" for step in (8, 9))
+    for reader in readers:
+        reader.stdout.close()
+    readers[1].stdin.close()
+    assert readers[0].returncode == 0
+    assert names(run) == ["checkpoint-12", "checkpoint-7", "checkpoint-8", "checkpoint-keep-me"]
+    assert names(run / "checkpoint-8") == ["logs"]
+
+
+def start_reader(checkpoint):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    reader = subprocess.Popen([sys.executable, "-c", READER, str(checkpoint)], **pipes)
+    assert reader.stdout.readline() == "reading\n"
+    return reader
 
 
 @pytest.mark.slow

@@ -39,6 +39,18 @@ def race(way):
             racer.communicate()
 
 
+@pytest.mark.slow
+def test_one_run_wins_each_step(s3):
+    for step, ended in enumerate(race("stranger")):
+        winners = [name for name, (outcome, _) in ended.items() if outcome == "won"]
+        assert len(winners) == 1, ended
+        assert all(outcome in ("won", "TargetError", "NameTakenError") for outcome, _ in ended.values()), ended
+        there = f"s3://bucket/stranger/checkpoint-{step}"
+        assert verify(there).ok
+        assert load_manifest(open_store(there)).run_id == winners[0]
+    assert not [name for name in s3.names() if ".ft_ckpt-" in name]
+
+
 def test_one_commit_wins_each_step(s3):
     """The last request, without the marks before it."""
     for step, ended in enumerate(race("commit")):
