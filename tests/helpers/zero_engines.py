@@ -10,6 +10,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 2}},
     "gradients32": {"data_types": {"grad_accum_dtype": "fp32"}},
     "robin": {"zero_optimization": {"round_robin_gradients": True}},
+    "aligned": {"zero_optimization": {"parameter_alignment": True}},
     "offload": {
         "zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}},
         "zero_force_ds_cpu_optimizer": False,

@@ -53,7 +53,7 @@ FOUR = [
 ]
 
 
-@pytest.mark.sample("ddp-wide", "fsdp2-qwen3")
+@pytest.mark.sample("ddp-wide", "fsdp2-qwen3", "tensor_parallel-llama")
 @pytest.mark.parametrize(("wrapper", "model"), TWO)
 @on_ranks(2)
 def test_two_ranks(tmp_path, wrapper, model):

@@ -34,7 +34,8 @@ needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is No
 
 
 WHOLE = [
-    *("zero1", "zero2", "zero1_bf16", "zero2_bf16", "zero1_bf16_gradients32", "zero2_bf16_robin", "zero2_offload"),
+    *("zero1", "zero2", "zero1_bf16", "zero2_bf16", "zero1_bf16_gradients32", "zero2_offload"),
+    *("zero1_aligned", "zero2_bf16_robin", "zero2_bf16_robin_aligned"),
     *("zero3", "zero3_bf16", "zero3_bf16_offload", "zero3_bf16_subgroups_persistent"),
 ]
 
@@ -150,7 +151,7 @@ def as_deepspeed_sees_it(live, full):
     assert not any(name.startswith(("inner.2", "head.weight/")) and "/" in name for name in full)
 
 
-@pytest.mark.sample("zero1", "zero3_bf16")
+@pytest.mark.sample("zero1_aligned", "zero2_bf16_robin_aligned", "zero3_bf16")
 @pytest.mark.parametrize("case", WHOLE)
 @under_zero
 def test_a_fresh_engine_goes_on_to_the_bit(case):
