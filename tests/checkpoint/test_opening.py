@@ -179,7 +179,8 @@ def test_no_flipped_bit_gives_another_model(tmp_path, kind, times):
                     found = content(load_it(path, verify=verify))
                 except CheckpointError:
                     continue
-                assert file == MANIFEST_NAME, (file, place, verify)  # which vouches for the others
+                # The manifest vouches for the others; people and libraries write the card again after a save.
+                assert Path(file).name in (MANIFEST_NAME, "README.md"), (file, place, verify)
                 assert found.keys() == truth.keys()
                 assert all(torch.equal(found[name], truth[name]) for name in truth)
             (path / file).write_bytes(whole)
