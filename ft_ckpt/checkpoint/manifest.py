@@ -31,6 +31,7 @@ FORMAT_VERSION = 1  # increased when an older reader could misread a newer manif
 MANIFEST_LIMIT_BYTES = 256 << 20  # a million tensors
 _DELTA_FIELDS = {"base", "base_content", "content"}
 _MOST_RANKS = 1 << 17  # that may have written one file: each needs a digest state during a check
+_INDEX = re.compile(r"[0-9]{1,19}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -251,9 +252,19 @@ def _manifest_problems(manifest: Manifest) -> Iterator[str]:
     for part in manifest.parts:
         if part.kind not in PART_KINDS:
             yield f"part {part.path!r}: kind {part.kind!r}, expected one of {', '.join(PART_KINDS)}"
+        for name, samples in (part.base.fingerprint if part.base else {}).items():
+            if not _are_samples(samples):
+                yield f"sampled elements of {name!r}: {short(samples)}, expected numbers by index"
         for tensor in part.tensors:
             if tensor.start > tensor.end:
                 yield f"{tensor.name!r}: shape {list(tensor.shape)} at bytes {tensor.start} to {tensor.end}"
+
+
+def _are_samples(samples: Any) -> bool:
+    """Whether a fingerprint's value for a tensor is as saves write it: {"12": 0.5}."""
+    if type(samples) is not dict:
+        return False
+    return all(_INDEX.fullmatch(index) and type(number) in (int, float) for index, number in samples.items())
 
 
 def _are_in_order(file: FileRecord) -> bool:

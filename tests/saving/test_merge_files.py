@@ -99,11 +99,22 @@ def test_every_method_without_a_merge_is_refused_and_kept(method, tmp_path):
     is_refused_and_kept(method, tmp_path)
 
 
-def test_a_recorded_config_that_makes_no_base_is_refused(base, tmp_path):
+NO_CONFIG = {"rope_parameters": {"rope_theta": "many", "rope_type": "default"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"config": NO_CONFIG}, errors.CorruptError, r"base: its config: .*use another copy"),
+        ({"fingerprint": {"lm_head.weight": {"first": 0.5}}}, errors.ManifestError, "elements of 'lm_head.weight'"),
+        ({"fingerprint": {"lm_head.weight": "0.5"}}, errors.ManifestError, "elements of 'lm_head.weight'"),
+        ({"fingerprint": {"lm_head.weight": {"0": "half"}}}, errors.ManifestError, "elements of 'lm_head.weight'"),
+    ],
+)
+def test_a_record_that_describes_no_base_is_refused(base, changes, error, message, tmp_path):
     CheckpointSaver().save(adapted(base, low_rank(LINEAR)), tmp_path / "adapter", adapter_only=True)
-    changes = {"rope_parameters": {"rope_theta": "many", "rope_type": "default"}}
-    rewrite_manifest(tmp_path / "adapter", lambda document: document["parts"][0]["base"].update(config=changes))
-    with pytest.raises(errors.CorruptError, match=r"base: its config: .*use another copy"):
+    rewrite_manifest(tmp_path / "adapter", lambda document: document["parts"][0]["base"].update(changes))
+    with pytest.raises(error, match=message):
         merged(tmp_path / "adapter", tmp_path / "out")
 
 
