@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ft_ckpt.errors import CorruptError, SelectionError, UnreadableError, listing, shown
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec, checked_sizes
-from ft_ckpt.storage.store import Readable, read_range
+from ft_ckpt.storage.store import Readable, is_utf8, read_range
 
 # The name of the HDF5 part of a dual file, which is a tensor for safetensors. `from_pretrained` silently drops names
 # that contain "rotary_emb.inv_freq" if the model has rotary embeddings, and names that end in ".position_ids" if it has
@@ -56,8 +56,12 @@ def lay_out_safetensors(
 ) -> Layout:
     """The layout of a file that contains `specs`, with `ties` in the metadata.
 
-    Raises SelectionError naming unsupported dtypes and reserved names.
+    Raises SelectionError naming unsupported dtypes, reserved names, and texts that are not Unicode.
     """
+    stored_texts = [*(spec.name for spec in specs), *ties, *metadata, *metadata.values()]
+    if not is_utf8("".join(stored_texts)):  # one check for all
+        broken = [repr(text) for text in stored_texts if not is_utf8(text)]
+        raise SelectionError(f"{listing(broken, ', ')}: safetensors files take Unicode only; rename it")
     if taken := [spec.name for spec in specs if spec.name in _TAKEN]:
         raise SelectionError(f"{listing(taken, ', ')}: safetensors files keep this name for themselves; rename it")
     foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in NAMES]

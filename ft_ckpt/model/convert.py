@@ -388,7 +388,7 @@ class Output:
 def plan_output(known: TensorFormat, path: str, file: TensorFile) -> Output:
     """The plan of the file `path` in format `known` with the tensors of `file`.
 
-    Raises SelectionError naming tensors whose dtypes the format cannot store.
+    Raises SelectionError naming tensors whose dtypes or names the format cannot store.
     """
     specs, ties = list(file.specs.values()), dict(getattr(file, "ties", {}))
     metadata = {"format": "pt", **getattr(file, "metadata", {})}  # transformers refuses files without it
@@ -397,6 +397,8 @@ def plan_output(known: TensorFormat, path: str, file: TensorFile) -> Output:
         inner = Layout(b"", archive.specs, archive.starts, archive.layout.size_bytes)
         return Output(FilePlan(path, archive.layout), FilePlan(path, inner), file, archive)
     plan = FilePlan(path, known.lay_out_file(specs, metadata, ties))
+    if changed := sorted(file.specs.keys() - {spec.name for spec in plan.layout.specs}):
+        raise SelectionError(f"{listing(list(map(repr, changed)))}: not a name for format {known.name!r}; rename it")
     return Output(plan, plan, file)
 
 

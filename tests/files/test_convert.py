@@ -168,6 +168,19 @@ def test_renaming_refuses_collisions_and_unknown_names(tmp_path, table, message)
 
 
 @pytest.mark.parametrize(
+    ("name", "target"), [("half \udc9b", "y.safetensors"), ("half \udc9b", "y.h5"), ("nul \0", "y.h5")]
+)
+def test_a_name_that_the_format_cannot_store_is_refused_until_it_is_renamed(tmp_path, name, target):
+    weight = torch.ones(2)
+    torch.save({name: weight, "tied": weight}, tmp_path / "x.pt")
+    with pytest.raises(SelectionError, match="rename it"):
+        convert(tmp_path / "x.pt", tmp_path / target)
+    assert not (tmp_path / target).exists()
+    convert(tmp_path / "x.pt", tmp_path / target, map={name: "named"})
+    assert "named" in ft_ckpt.load(tmp_path / target)
+
+
+@pytest.mark.parametrize(
     "text", ["a b c\n", "a*  b\n", "a b\na c\n", '{"a": "b", "a": "c"}', '{"a": ', '{"a": {"b": "c"}}']
 )
 def test_a_map_that_makes_no_sense_is_refused(tmp_path, text):
