@@ -1,5 +1,10 @@
-"""Small optimizers, each with state of another form; every value of it decides on the next weights."""
+"""The kinds of optimizers that a run may have, by name.
 
+The small ones each have state of another form, of which every value decides on the next weights.
+"""
+
+import importlib
+import importlib.util
 from collections import deque
 from collections.abc import Callable, Iterable
 from enum import IntEnum
@@ -7,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Parameters = Iterable[Any]
 
@@ -134,9 +139,112 @@ class Turned(Small):
         return product.view_as(gradient)
 
 
+class Beside(Small):
+    """Values and tensors under keys that are no parameters."""
+
+    def advance(self, group: dict[str, Any]) -> None:
+        beside: dict[Any, Any] = self.state
+        calls = beside.get("calls", 0) + 1
+        mean = beside["scale"]["mean"].add_(1.0) if "scale" in beside else torch.arange(3.0)
+        beside.update({"calls": calls, "scale": {"now": calls / 2, "seen": [1, calls], "mean": mean}})
+        beside["a", 1] = None
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        beside: dict[Any, Any] = self.state
+        scale = beside["scale"]
+        factor: float = scale["now"] + sum(scale["seen"]) + float(scale["mean"].sum())
+        return gradient * factor
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around others: what it steps is not what its `state` says."""
+
+    def __init__(self, parameters: Parameters, inner: Any) -> None:
+        self.inner = inner
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.inner.state_dict()
+        return state
+
+
+class AroundOpenly(Around):
+    """The same, whose state is that of the one inside."""
+
+    state = property(lambda self: self.inner.state, lambda self, value: None)
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Weights that `train` and `eval` move between the point of training and the average."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.param_groups[0]["train_mode"] = True
+
+    def train(self) -> None:
+        self.param_groups[0]["train_mode"] = True
+
+    def eval(self) -> None:
+        self.param_groups[0]["train_mode"] = False
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    last = nn.Linear(6, 3, bias=False)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 6), nn.Tanh(), last)
+
+
+def matrices() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False))
+
+
+def of_torch(name: str, **options: Any) -> Callable[[Parameters], Any]:
+    cls = getattr(torch.optim, name)
+    return lambda parameters: cls(parameters, **{"lr": 0.01, **options})
+
+
+def with_tensor_rate(name: str) -> Callable[[Parameters], Any]:
+    def make(parameters: Parameters) -> Any:
+        rate = torch.tensor([0.01], dtype=torch.float64)
+        return getattr(torch.optim, name)(parameters, lr=rate, foreach=False)
+
+    return make
+
+
+def around_openly(parameters: Parameters) -> Any:
+    trained = list(parameters)
+    return AroundOpenly(trained, torch.optim.AdamW(trained, lr=0.01))
+
+
+def in_8_bits(parameters: Parameters) -> Any:
+    bitsandbytes: Any = importlib.import_module("bitsandbytes")
+    return bitsandbytes.optim.AdamW8bit(parameters, lr=0.01, min_8bit_size=16)
+
+
 SMALL: dict[str, Callable[[Parameters], Any]] = {
     "preconditioned": Preconditioned,
     "nested": Nested,
     "settings": Settings,
     "turned": Turned,
+    "beside": Beside,
 }
+_NAMES = ["ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop"]
+KINDS: dict[str, Callable[[Parameters], Any]] = {
+    **SMALL,
+    **{name: of_torch(name) for name in [*_NAMES, "Rprop", "SGD"]},
+    "sgd": of_torch("SGD", lr=0.1),
+    "momentum": of_torch("SGD", lr=0.1, momentum=0.9, nesterov=True),
+    "fused": of_torch("AdamW", fused=True),
+    "foreach": of_torch("AdamW", foreach=True, amsgrad=True),
+    "centered": of_torch("RMSprop", centered=True, momentum=0.5),
+    "tensor_rate_Adam": with_tensor_rate("Adam"),
+    "tensor_rate": with_tensor_rate("AdamW"),
+    "around": around_openly,
+    "schedule_free": ScheduleFree,
+}
+if importlib.util.find_spec("bitsandbytes") is not None:
+    KINDS["in_8_bits"] = in_8_bits

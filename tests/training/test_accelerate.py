@@ -170,30 +170,25 @@ class Evil:
         return os.system, ("touch ran",)
 
 
-FILES = ["optimizer.bin", "optimizer_1.bin", "scheduler.bin", "scaler.pt", "random_states_0.pkl", "pytorch_model.bin"]
+FILES = ["optimizer.bin", "optimizer_1.bin", "scheduler.bin", "scaler.pt", "random_states_0.pkl"]
+HARMED = [(name, harm) for name in FILES for harm in ("evil", "cut short", "missing")]
+HARMED.remove(("random_states_0.pkl", "missing"))  # by which the folder is recognized
+HARMED.append(("pytorch_model.bin", "evil"))
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_nothing_is_executed_and_nothing_overwritten(saved, tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(("name", "harm"), HARMED)
+def test_nothing_is_executed_and_nothing_overwritten(saved, tmp_path, monkeypatch, name, harm):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "folder"
     shutil.copytree(saved, folder)
     if name == "pytorch_model.bin":
         (folder / "model.safetensors").unlink(missing_ok=True)
-    torch.save({"step": 1, "state": {}, "evil": Evil()}, folder / name, pickle_module=pickle)
+    (folder / name).unlink(missing_ok=True)
+    if harm == "evil":
+        torch.save({"step": 1, "state": {}, "evil": Evil()}, folder / name, pickle_module=pickle)
+    elif harm == "cut short":
+        (folder / name).write_bytes(b"PK\3\4 cut short")
     refuse_unchanged(folder, name)
-
-
-@pytest.mark.parametrize("name", FILES[:-1])
-def test_files_cut_short_or_missing_are_found_before_anything_is_overwritten(saved, tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "folder"
-    shutil.copytree(saved, folder)
-    (folder / name).write_bytes(b"PK\3\4 cut short")
-    refuse_unchanged(folder, name)
-    if name != "random_states_0.pkl":  # by which the folder is recognized
-        (folder / name).unlink()
-        refuse_unchanged(folder, name)
 
 
 def refuse_unchanged(folder, words):

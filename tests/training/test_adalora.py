@@ -1,5 +1,7 @@
 """AdaLoRA decides on ranks by scores of the whole run, which are in no state dict."""
 
+from itertools import pairwise
+
 import models
 import pytest
 import torch
@@ -28,19 +30,30 @@ def train(model, optimizer, first, last):
     return [loss.item() for loss in losses]
 
 
-@pytest.mark.parametrize("stop", [1, 5, 10])
-def test_ranks_are_given_as_without_a_stop(stop, tmp_path):
-    whole = train(*make(), 0, 12)
+STOPS = [1, 5, 10]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The losses of a run, and the checkpoints of another at the stops."""
+    expected = train(*make(), 0, 12)
+    folder = tmp_path_factory.mktemp("adalora")
     model, optimizer = make()
-    first = train(model, optimizer, 0, stop)
     saver = CheckpointSaver()
-    saver.register(optimizer=optimizer)
-    saver.save_state(model, tmp_path / "out")
+    losses = []
+    for first, stop in pairwise([0, *STOPS, 12]):
+        losses += train(model, optimizer, first, stop)
+        saver.save_state(model, folder / str(stop), optimizer=optimizer)
+    assert losses == expected
+    return expected, folder
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_ranks_are_given_as_without_a_stop(stop, whole):
+    losses, folder = whole
     model, optimizer = make()
-    saver = CheckpointSaver()
-    saver.register(optimizer=optimizer)
-    saver.resume(tmp_path / "out", model=model)
-    assert first + train(model, optimizer, stop, 12) == whole
+    CheckpointSaver().resume(folder / str(stop), model=model, optimizer=optimizer)
+    assert train(model, optimizer, stop, 12) == losses[stop:]
 
 
 def test_a_checkpoint_without_the_scores_is_named(tmp_path):
