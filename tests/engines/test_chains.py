@@ -134,11 +134,11 @@ def test_a_stage_with_the_run_itself_replaces_no_checkpoint_with_its_training_st
 ) -> None:
     run, chain = tmp_path / "runs/grpo", tmp_path / "shared/grpo"
     model = base_model("llama", 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with CheckpointSaver(None, run, tokenizer=tokenizer(), every=1) as saver:
         saver.register(model=model, optimizer=optimizer)
         for _ in range(3):
-            model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+            model.model.norm.weight.grad = torch.ones_like(model.model.norm.weight)
             optimizer.step()
             append(Path(saver.step().path), chain)
     before = files_in(run)

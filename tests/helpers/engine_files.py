@@ -15,33 +15,39 @@ class EngineFiles:
 
     root: Path
     base: Path  # a Llama
-    weights: tuple[Path, ...]  # fine-tunes of it
+    weights: tuple[Path, ...]  # fine-tunes of it, at steps 1, 2 and 3
     adapters: tuple[Path, ...]  # on it, at steps 100, 200 and 1000
     qwen: Path  # grouped heads, tied head
     qwen_weights: Path
 
+    def versions(self, what: str) -> tuple[Path, ...]:
+        """The "weights" or the "adapter", oldest first."""
+        return self.weights if what == "weights" else self.adapters
 
-def engine_files(root: Path) -> EngineFiles:
-    """Save them in `root`."""
+
+def save(model: Any, path: Path, **options: Any) -> Path:
+    """Save a checkpoint; its path."""
+    with CheckpointSaver(None) as saver:
+        saver.save(model, path, **options)
+    return path
+
+
+def engine_files(root: Path, **sizes: int) -> EngineFiles:
+    """Save them in `root`; `sizes` as `base_model` takes them."""
     words = tokenizer()
-
-    def save(model: Any, path: Path, **options: Any) -> Path:
-        with CheckpointSaver(None) as saver:
-            saver.save(model, path, **options)
-        return path
-
-    base = base_model("llama")
+    base = base_model("llama", **sizes)
+    weights, adapters = [], []
+    for step in (1, 2, 3):
+        path = root / f"run/checkpoint-{step}"
+        weights.append(save(base_model("llama", step, **sizes), path, step=step, tokenizer=words))
+    for step in (100, 200, 1000):
+        model = with_adapter(base_model("llama", **sizes), step)
+        adapters.append(save(model, root / f"sft/checkpoint-{step}", step=step, adapter_only=True))
     return EngineFiles(
         root,
         save(base, root / "base", tokenizer=words),
-        tuple(
-            save(base_model("llama", seed), root / f"run/checkpoint-{seed}", step=seed, tokenizer=words)
-            for seed in (1, 2)
-        ),
-        tuple(
-            save(with_adapter(base_model("llama"), step), root / f"sft/checkpoint-{step}", step=step, adapter_only=True)
-            for step in (100, 200, 1000)
-        ),
-        save(base_model("qwen"), root / "qwen/base", tokenizer=words),
-        save(base_model("qwen", 1), root / "qwen/checkpoint-1", step=1, tokenizer=words),
+        tuple(weights),
+        tuple(adapters),
+        save(base_model("qwen", **sizes), root / "qwen/base", tokenizer=words),
+        save(base_model("qwen", 1, **sizes), root / "qwen/checkpoint-1", step=1, tokenizer=words),
     )

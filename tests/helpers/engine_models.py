@@ -19,8 +19,8 @@ from transformers import (
 VOCABULARY = 1024
 _SIZES = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 96,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
@@ -29,14 +29,16 @@ _SIZES = {
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def base_model(kind: str, seed: int = 0) -> Any:
-    """A random model in bfloat16: "llama" or "qwen"."""
+def base_model(kind: str, seed: int = 0, **settings: Any) -> Any:
+    """A random model in bfloat16, "llama" or "qwen"; `settings` are of its config."""
     torch.manual_seed(seed)
     made: nn.Module
     if kind == "llama":
-        made = LlamaForCausalLM(LlamaConfig(**_SIZES, num_key_value_heads=4, tie_word_embeddings=False))
+        llama = {**_SIZES, "num_key_value_heads": 4, "tie_word_embeddings": False, **settings}
+        made = LlamaForCausalLM(LlamaConfig(**llama))
     else:
-        made = Qwen2ForCausalLM(Qwen2Config(**_SIZES, num_key_value_heads=2, tie_word_embeddings=True))
+        qwen = {**_SIZES, "num_key_value_heads": 2, "tie_word_embeddings": True, **settings}
+        made = Qwen2ForCausalLM(Qwen2Config(**qwen))
     return made.to(torch.bfloat16).eval()
 
 

@@ -37,6 +37,15 @@ class Loaded:
     digest: str
 
 
+@dataclass(frozen=True)
+class State:
+    """What a server holds."""
+
+    weights: str  # the folder that they came from
+    version: str
+    adapters: dict[str, Loaded]
+
+
 @dataclass
 class Engine(FakeServer):
     """The state of a server, and how it misbehaves.
@@ -82,6 +91,18 @@ class Engine(FakeServer):
         """Reset to the state after a start: the first weights, no adapters."""
         self.shards, self.held = self._read(str(self.base)), str(self.base)
         self.adapters, self.weight_version = {}, "default"
+        self.running.set()
+
+    def state(self) -> State:
+        """What it holds now."""
+        return State(self.held, self.weight_version, dict(self.adapters))
+
+    def put_back(self, state: State) -> None:
+        """Hold that again, with no faults, and forget the requests."""
+        self.faults.clear()
+        self.requests.clear()
+        self.shards, self.held = self._read(state.weights), state.weights
+        self.weight_version, self.adapters = state.version, dict(state.adapters)
         self.running.set()
 
     @property

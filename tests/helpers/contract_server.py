@@ -1,0 +1,550 @@
+"""The contract of every inference server: inherit `ServerContract` and name the requests of its engine.
+
+What is published is what the files hold, on all servers or on none; a server that refuses, lies, restarts or is lost is
+named, and gets back what it held.
+"""
+
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
+from typing import Any, ClassVar
+
+import engine_server
+import pytest
+from engine_files import EngineFiles, save
+from engine_models import base_model, with_adapter
+from engine_server import Engine, State
+from faults import KILLS, Server, World, try_worlds
+from places import python_path
+
+from ft_ckpt import PublishReport, publish
+from ft_ckpt.errors import CheckpointError, CorruptError, EngineError, LoadError
+
+WHATS = ("adapter", "weights")
+FAULTS: dict[str, dict[str, Any]] = {
+    "close": {"cuts": "before"},
+    "close after": {"cuts": "after"},
+    "hang": {"cuts": "before", "seconds": 60},
+    **{str(status): {"status": status} for status in (400, 401, 404, 409, 500, 503)},
+}
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def publish_to(checkpoint: Path, *engines: Engine, **options: Any) -> PublishReport:
+    """Publish to these servers."""
+    return publish(checkpoint, [engine.url for engine in engines], **{"timeout_seconds": 20, **options})
+
+
+def send(checkpoint: Path, *engines: Engine, **options: Any) -> PublishReport:
+    """Publish; no completion may come while a server is paused."""
+    report = publish_to(checkpoint, *engines, **options)
+    for engine in engines:
+        assert not engine.is_paused
+        assert not engine.during_pause
+    return report
+
+
+def failed(checkpoint: Path, *engines: Engine, **options: Any) -> str:
+    """The text of the error that publishing gives; no server is paused then."""
+    with pytest.raises(CheckpointError) as raised:
+        publish_to(checkpoint, *engines, **options)
+    assert not any(engine.is_paused for engine in engines)
+    return str(raised.value)
+
+
+@contextmanager
+def holding(files: EngineFiles, kind: str, count: int = 1) -> Iterator[list[Engine]]:
+    """Servers that hold the first version of the weights and of an adapter."""
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(engine_server.serving(files.base, kind, traits={"sha256"})) for _ in range(count)
+        ]
+        send(files.weights[0], *engines)
+        send(files.adapters[0], *engines)
+        yield engines
+
+
+def is_true(report: PublishReport, engine: Engine) -> bool:
+    """Whether a server holds what a report says."""
+    if report.kind == "adapter":
+        name = report.name.rpartition(":")[2]
+        return name in engine.adapters and engine.adapters[name].path == str(report.path)
+    is_whole = engine.checksums() == engine.sums_of(str(report.path))
+    return is_whole and engine.weight_version == report.version  # another publisher may have paused it just now
+
+
+def check_label(engine: Engine, files: EngineFiles) -> None:
+    """A version that the server reports is that of its weights, and it answers."""
+    assert not engine.is_paused
+    if engine.weight_version.endswith(" (loading)"):
+        return
+    name = re.match(r"run/(checkpoint-\d)#", engine.weight_version)
+    folder = files.base if name is None else files.weights[0].parent / name[1]
+    assert name is not None or engine.weight_version == "default"
+    assert engine.checksums() == engine.sums_of(str(folder))
+
+
+def damaged(checkpoint: Path, folder: Path) -> Path:
+    """A copy with one byte of its weights flipped."""
+    target = shutil.copytree(checkpoint, folder / checkpoint.name)
+    file = next(target.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    return target
+
+
+def check_all_or_none(files: EngineFiles, one: Engine, two: Engine, spoil: Callable[[], object]) -> None:
+    """Two servers get the same; when one fails, by `spoil` or with an adapter, both hold what they held."""
+    for path in (files.weights[0], files.adapters[0]):
+        report = send(path, one, two)
+        assert [server.url for server in report.servers] == [one.url, two.url]
+        assert all(server.is_new for server in report.servers)
+    sums, version, adapters = one.checksums(), one.weight_version, dict(one.adapters)
+    spoil()
+    text = failed(files.weights[1], one, two)
+    assert text.count(f"holds {version} again") == 2
+    two.fail("/load_lora_adapter", 500)
+    failed(files.adapters[1], one, two)
+    for engine in (one, two):
+        assert (engine.checksums(), engine.weight_version, engine.adapters) == (sums, version, adapters)
+    two.faults.clear()
+    send(files.weights[1], one, two)
+    send(files.adapters[1], one, two)
+    assert one.held == two.held == str(files.weights[1])
+    assert list(one.adapters) == list(two.adapters)
+
+
+# What happens to a server between two requests of a publish
+
+
+def _restart(engine: Engine, _: EngineFiles) -> None:
+    engine.start()
+
+
+def _publish_weights(engine: Engine, files: EngineFiles) -> None:
+    publish_to(files.weights[2], engine)
+
+
+def _publish_adapter(engine: Engine, files: EngineFiles) -> None:
+    publish_to(files.adapters[2], engine, keep=0)
+
+
+def _load_silently(engine: Engine, files: EngineFiles) -> None:
+    """As by somebody who does not tell the version."""
+    engine.load_weights(str(files.weights[2]))
+
+
+EVENTS: dict[str, Callable[[Engine, EngineFiles], None]] = {
+    "restart": _restart,
+    "weights of another": _publish_weights,
+    "adapter of another": _publish_adapter,
+    "silent weights": _load_silently,
+}
+
+
+def check_event(files: EngineFiles, engines: list[Engine], new: Path, event: str, number: int) -> None:
+    """Something happens just after a request to the last server: a report is true, and a version that of the weights.
+
+    The next publish works.
+    """
+    target = engines[-1]
+
+    def happen() -> None:
+        target.faults.clear()
+        EVENTS[event](target, files)
+
+    target.fail(skips=number - 1, then=happen)
+    with suppress(CheckpointError):
+        report = publish_to(new, *engines)
+        assert all(is_true(report, engine) for engine in engines), (number, report)
+    if event != "silent weights":
+        for engine in engines:
+            check_label(engine, files)
+    assert is_true(publish_to(new, *engines), target)
+
+
+# A fault of a request
+
+
+def check_fault(files: EngineFiles, engines: list[Engine], old: State, what: str, world: World) -> None:
+    """A fault of a request to the last server: all servers hold the old version or the new one; the next one works."""
+    new = files.versions(what)[1]
+    for engine in engines:
+        engine.put_back(old)
+    timeout_seconds = 0.5 if world.fault == "hang" else 10
+    text, version = "", ""
+    try:
+        action = partial(publish, timeout_seconds=timeout_seconds)
+        version = world.run(action, new, [engine.url for engine in engines]).version
+    except CheckpointError as error:  # of a server that lists no models: no server
+        text = str(error)
+    assert world.fault or not text
+    check_whole(engines, old, new, what, text, version)
+    send(new, *engines)
+    for engine in engines:
+        assert engine.held == (str(new) if what == "weights" else old.weights)
+        assert "(loading)" not in engine.weight_version
+        assert len(engine.adapters) == (1 if what == "weights" else 2)
+
+
+def check_whole(engines: list[Engine], old: State, new: Path, what: str, text: str, version: str) -> None:
+    """All servers hold the old version or all the new one, as the error says."""
+    for engine in engines:
+        assert not engine.is_paused, text
+        if what == "weights":
+            is_new = not text or "all servers hold run/checkpoint-2" in text
+            says_old = any(said in text for said in ("hold what they held before", f"holds {old.version} again"))
+            begun = any(each.requests_to("/pause") or each.requests_to("/pause_generation") for each in engines)
+            assert not begun or is_new != says_old, text
+            assert engine.held == (str(new) if is_new else old.weights), text
+            assert engine.checksums() == engine.sums_of(engine.held)
+            if not is_new:
+                assert engine.weight_version == old.version, text
+            elif version:
+                assert engine.weight_version == version
+        else:
+            assert engine.weight_version == old.version
+            assert len(engine.adapters) == (1 if text else 2), text
+            assert set(old.adapters) <= set(engine.adapters)
+
+
+def publish_in_a_process(world: World, path: Path, url: str) -> int | None:
+    """The exit status of a process that publishes."""
+    process = _CONTEXT.Process(target=publish, args=(path, url))
+    process.start()
+    world.begin(process.pid or 0)
+    process.join()
+    return process.exitcode
+
+
+def check_kill(files: EngineFiles, engine: Engine, old: State, what: str, world: World) -> None:
+    """After a publisher that a request has killed, the server holds the old version or the new; the next one works."""
+    other, new = files.versions(what)[0], files.versions(what)[1]
+    if what == "adapter":
+        other = files.adapters[2]
+    engine.put_back(old)
+    status = world.run(publish_in_a_process, world, new, engine.url)
+    assert status == (-signal.SIGKILL if world.is_met else 0)
+    assert engine.held in (old.weights, str(new))
+    if engine.weight_version == old.version:
+        assert engine.held == old.weights
+    if world.number % 2:  # another version than the one that was killed
+        send(other, engine)
+    send(new, engine)
+    assert engine.held == (str(new) if what == "weights" else old.weights)
+
+
+class ServerContract:
+    """An engine's behaviour, by its name in `engine_server` and the paths of its requests."""
+
+    kind: ClassVar[str]
+    load_adapter: ClassVar[str]
+    pause: ClassVar[str]
+    resume: ClassVar[str]
+    load_weights: ClassVar[str]
+    digests: ClassVar[str]
+
+    @pytest.fixture
+    def _loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Fork publishers from a process that has loaded their module."""
+        monkeypatch.setenv("PYTHONPATH", python_path())
+        _CONTEXT.set_forkserver_preload(["ft_ckpt.engines.publish"])
+        ensure_running()
+
+    @contextmanager
+    def serving(self, base: Path, traits: set[str] | None = None, **settings: Any) -> Iterator[Engine]:
+        """A server of this engine, whose digests are those of the files."""
+        with engine_server.serving(base, self.kind, traits={"sha256", *(traits or ())}, **settings) as engine:
+            yield engine
+
+    def holding(self, files: EngineFiles, count: int = 1) -> Any:
+        """Servers of this engine, see `holding`."""
+        return holding(files, self.kind, count)
+
+    def test_each_version_has_a_name(self, files: EngineFiles) -> None:
+        with self.serving(files.base) as engine:
+            reports = [send(path, engine, name="policy", keep=2) for path in files.adapters]
+            assert [report.name.partition("-")[0] for report in reports] == ["policy@100", "policy@200", "policy@1000"]
+            assert list(engine.adapters) == [report.name for report in reports]
+            assert all(report.servers[0].is_new and "differ from the base's" in report.servers[0].checked
+                       for report in reports)  # fmt: skip
+            again = send(files.adapters[2], engine, name="policy", keep=3)
+            assert not again.servers[0].is_new
+            assert not again.servers[0].unloaded  # three are fewer than three and this
+            assert send(files.adapters[2], engine, name="policy", keep=1).servers[0].unloaded == (reports[0].name,)
+            assert send(files.adapters[1], engine, name="other", keep=0).servers[0].unloaded == ()
+            assert send(files.adapters[2], engine, name="policy", keep=0).servers[0].unloaded == (reports[1].name,)
+            assert len(engine.requests_to(self.load_adapter)) == 4
+
+    def test_the_same_adapter_again_changes_nothing(self, files: EngineFiles) -> None:
+        with self.serving(files.base) as engine:
+            first = send(files.adapters[0], engine)
+            engine.requests.clear()
+            second = send(files.adapters[0], engine)
+            assert (first.name, first.version) == (second.name, second.version)
+            assert not engine.changes
+
+    @pytest.mark.parametrize(
+        ("trait", "expected"),
+        [("ignores adapters", "answers as the base does"), ("unlisted", "not in its list of models")],
+    )
+    def test_an_adapter_that_is_not_applied_is_unloaded(self, trait: str, expected: str, files: EngineFiles) -> None:
+        with self.serving(files.base) as engine:
+            send(files.adapters[0], engine)
+            engine.traits.add(trait)
+            assert expected in failed(files.adapters[1], engine)
+            assert len(engine.adapters) == 1
+            engine.traits.clear()
+            send(files.adapters[1], engine)
+            assert len(engine.adapters) == 2
+
+    @pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+    def test_answers_that_are_no_numbers_prove_nothing(
+        self, number: float, files: EngineFiles, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Engine, "log_probabilities", lambda *_: [-1.0, number])
+        with self.serving(files.base) as engine:
+            assert "no finite log probabilities" in failed(files.adapters[0], engine)
+            assert not engine.adapters
+
+    def test_a_rank_that_the_server_refuses(self, files: EngineFiles) -> None:
+        with self.serving(files.base) as large, self.serving(files.base, most_rank=4) as small:
+            assert "LoRA rank 8 is greater than max_lora_rank 4" in failed(files.adapters[0], large, small)
+            assert not large.adapters
+            assert not small.adapters
+
+    def test_two_publishers_of_one_adapter(self, files: EngineFiles) -> None:
+        with self.serving(files.base) as engine:
+
+            def overtake() -> None:
+                engine.faults.clear()
+                publish(files.adapters[0], engine.url)
+
+            engine.fail(self.load_adapter, cuts="before", then=overtake)
+            failed(files.adapters[0], engine)  # its connection was closed
+            send(files.adapters[0], engine)
+
+            # a refusal because the other was faster is none
+            name = next(iter(engine.adapters))
+            engine.adapters.clear()
+            real = engine.load_adapter
+            engine.load_adapter = lambda *given: (real(*given), real(*given))[0]  # type: ignore[method-assign]
+            send(files.adapters[0], engine)
+            assert list(engine.adapters) == [name]
+
+    def test_versions_of_weights(self, files: EngineFiles) -> None:
+        with self.serving(files.base) as engine:
+            for path, before in zip(files.weights[:2], ("default", "run/checkpoint-1#"), strict=True):
+                report = send(path, engine)
+                assert engine.held == str(path)
+                assert engine.weight_version == report.version
+                assert report.version.startswith(f"run/{path.name}#")
+                assert (report.servers[0].before or "").startswith(before)
+                assert report.servers[0].checked == "27 of 27 parameters equal to the files"
+                assert report.servers[0].paused_seconds > 0
+            engine.requests.clear()
+            again = send(files.weights[1], engine)
+            assert not again.servers[0].is_new
+            assert set(engine.changes) <= {self.resume}
+            assert send(files.weights[0], engine).servers[0].is_new  # back
+
+    @pytest.mark.sample(4)
+    @pytest.mark.parametrize("start", ["the base", "a checkpoint"])
+    @pytest.mark.parametrize("trait", ["cached weights", "half update", "silent half", "own head"])
+    def test_weights_that_were_not_replaced(self, trait: str, start: str, files: EngineFiles) -> None:
+        base, new = (files.base, files.weights[1]) if trait != "own head" else (files.qwen, files.qwen_weights)
+        with self.serving(base, traits={trait} & {"own head"}) as engine:
+            if start == "a checkpoint":
+                send(files.weights[0] if trait != "own head" else files.qwen, engine)
+            before, sums = engine.weight_version, engine.checksums()
+            engine.traits |= {trait, "old head" if trait == "own head" else trait, "once"}
+            text = failed(new, engine)
+            assert engine.checksums() == sums
+            assert engine.weight_version == before
+            assert f"holds {before} again" in text
+            assert ("out of memory" if trait == "half update" else "its SHA-256 is not that of the files") in text
+            engine.traits -= {"cached weights", "half update", "silent half"}
+            send(new, engine)
+            assert engine.held == str(new)
+
+    def test_a_server_without_digests_says_so(self, files: EngineFiles) -> None:
+        with self.serving(files.base, traits={"no digests"}) as engine:
+            assert send(files.weights[0], engine).servers[0].checked == "the version only"
+
+    def test_a_server_that_was_started_anew_is_filled_again(self, files: EngineFiles) -> None:
+        with self.serving(files.base) as engine:
+            send(files.weights[0], engine)
+            engine.start()
+            assert send(files.weights[0], engine).servers[0].is_new
+            engine.load_weights(str(files.base))  # by somebody who did not tell the version
+            assert send(files.weights[0], engine).servers[0].is_new
+            assert engine.held == str(files.weights[0])
+
+    def test_a_server_that_refuses_to_resume_once_is_asked_again(self, files: EngineFiles) -> None:
+        with self.serving(files.base) as engine:
+            engine.fail(self.resume, 503)
+            send(files.weights[0], engine)
+            assert len(engine.requests_to(self.resume)) == 2
+
+    def test_what_is_damaged_or_foreign_changes_nothing(self, files: EngineFiles, tmp_path: Path) -> None:
+        with self.serving(files.base) as engine:
+            for path in (files.adapters[0], files.weights[0]):
+                with pytest.raises(CorruptError):
+                    publish(damaged(path, tmp_path), engine.url)
+            (tmp_path / "cut").mkdir()
+            (tmp_path / "cut/config.json").write_text("{}")
+            with pytest.raises(CheckpointError):
+                publish(tmp_path / "cut", engine.url)
+            with pytest.raises(EngineError, match=r"architectures .*Qwen2.* start a server with this model"):
+                publish(files.qwen_weights, engine.url)
+            with pytest.raises(LoadError, match="no parts to publish as adapter"):
+                publish(files.weights[0], engine.url, kind="adapter")
+            assert not engine.changes
+
+    def test_what_the_server_cannot_see(self, files: EngineFiles) -> None:
+        with self.serving(files.base) as engine:
+            send(files.weights[0], engine)
+            text = failed(files.weights[1], engine, visible_at={str(files.root): "/not/mounted"})
+            assert f"{files.weights[1]}, for the server /not/mounted" in text or "/not/mounted/run/checkpoint-2" in text
+            assert engine.held == str(files.weights[0])  # a refused path has replaced nothing
+
+    def test_all_servers_or_none(self, files: EngineFiles) -> None:
+        with self.serving(files.base) as one, self.serving(files.base) as two:
+            check_all_or_none(files, one, two, lambda: two.traits.update({"silent half", "once"}))
+
+    def test_one_server_that_is_gone(self, files: EngineFiles) -> None:
+        with self.serving(files.base) as one:
+            with self.serving(files.base) as two:
+                send(files.weights[0], one, two)
+            for path in (files.weights[1], files.adapters[0]):
+                with pytest.raises(EngineError, match="is the server up"):
+                    publish(path, [one.url, two.url])
+            assert one.held == str(files.weights[0])
+            assert not one.adapters
+
+    @pytest.mark.parametrize("request_name", ["pause", "load_weights", "digests"])
+    def test_control_c_puts_the_version_before_back(self, request_name: str, files: EngineFiles) -> None:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+        with self.serving(files.base) as engine:
+            send(files.weights[0], engine)
+            version = engine.weight_version
+
+            def interrupt() -> None:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
+
+            engine.fail(getattr(self, request_name), cuts="after", then=interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                publish(files.weights[1], engine.url)
+            assert (engine.held, engine.weight_version, engine.is_paused) == (str(files.weights[0]), version, False)
+        signal.signal(signal.SIGINT, before)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("count", [1, 2])
+    @pytest.mark.parametrize("how", FAULTS)
+    @pytest.mark.parametrize("what", WHATS)
+    def test_a_fault_at_every_request(self, what: str, how: str, count: int, files: EngineFiles) -> None:
+        with self.holding(files, count) as engines:
+            trial = partial(check_fault, files, engines, engines[-1].state(), what)
+            assert try_worlds(trial, Server(engines[-1], {how: FAULTS[how]})).calls > 10
+
+    @pytest.mark.parametrize(
+        ("what", "how", "number"),
+        [("adapter", "close after", 6), ("weights", "close", 7), ("weights", "close after", 12)],
+    )
+    def test_a_fault_at_a_request(self, what: str, how: str, number: int, files: EngineFiles) -> None:
+        with self.holding(files) as engines:
+            world = World(Server(engines[-1], FAULTS), how, number)
+            check_fault(files, engines, engines[-1].state(), what, world)
+            assert world.is_met
+
+    @pytest.mark.slow
+    @pytest.mark.usefixtures("_loaded")
+    @pytest.mark.parametrize("name", KILLS)
+    @pytest.mark.parametrize("what", WHATS)
+    def test_a_kill_at_every_request(self, what: str, name: str, files: EngineFiles) -> None:
+        with self.holding(files) as (engine,):
+            trial = partial(check_kill, files, engine, engine.state(), what)
+            assert try_worlds(trial, Server(engine, {name: KILLS[name]})).calls > 10
+
+    @pytest.mark.sample("1-restart-weights")
+    @pytest.mark.parametrize("what", WHATS)
+    @pytest.mark.parametrize("event", EVENTS)
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_an_event_after_any_request(self, count: int, event: str, what: str, files: EngineFiles) -> None:
+        """After the last request, which reads what the report says, nothing that happens is in the report.
+
+        For somebody who does not tell the version, that request is the last one for digests.
+        """
+        new = files.versions(what)[1]
+        with self.holding(files, count) as engines:
+            old = engines[-1].state()
+            for engine in engines:
+                engine.put_back(old)
+            send(new, *engines)
+            paths = [request.path for request in engines[-1].requests]
+            total = len(paths)
+            if event == "silent weights" and what == "weights":
+                total = max(number for number, path in enumerate(paths, 1) if path == self.digests)
+            assert total > 5
+            for number in range(1, total):
+                for engine in engines:
+                    engine.put_back(old)
+                check_event(files, engines, new, event, number)
+
+    def test_a_restart_is_named_and_all_servers_get_back_what_they_held(self, files: EngineFiles) -> None:
+        with self.holding(files, 2) as engines:
+            one, other = engines
+            before = one.weight_version
+            other.fail(self.digests, skips=1, then=other.start)
+            with pytest.raises(EngineError) as raised:
+                send(files.weights[1], *engines)
+            text = str(raised.value)
+            assert f"{other.url}: reports the version default, expected run/checkpoint-2#" in text
+            assert "it was restarted, or another publisher has replaced its weights" in text
+            for engine in engines:
+                assert f"{engine.url} holds {before} again" in text
+                assert (engine.held, engine.weight_version) == (str(files.weights[0]), before)
+
+    def test_an_adapter_that_another_publisher_unloads(self, files: EngineFiles) -> None:
+        with self.serving(files.base) as engine:
+            engine.fail("/v1/completions", skips=5, then=lambda: engine.adapters.clear())
+            with pytest.raises(EngineError, match="not in its list of models after it was loaded"):
+                send(files.adapters[0], engine)
+
+    def test_a_version_of_the_caller_is_loaded_once(self, files: EngineFiles, tmp_path: Path) -> None:
+        path = tmp_path / "adapter"
+        save(with_adapter(base_model("llama"), 1), path, adapter_only=True)
+        with self.serving(files.base) as engine:
+            send(path, engine, name="policy", version="prod")
+            digest = engine.adapters["policy@prod"].digest
+            save(with_adapter(base_model("llama"), 2), path, adapter_only=True, overwrite=True)
+            with pytest.raises(
+                EngineError, match="loaded already, and whether from these files is not known; give another"
+            ):
+                send(path, engine, name="policy", version="prod")
+            assert engine.adapters["policy@prod"].digest == digest
+            send(path, engine, name="policy")
+            assert len(engine.adapters) == 2
+
+    def test_layers_in_another_layout_are_compared_with_those_before(self, files: EngineFiles) -> None:
+        with self.serving(files.base, traits={"packed"}) as engine:
+            for checkpoint in (*files.weights[:2], files.base, files.base):
+                before = engine.held
+                checked = send(checkpoint, engine).servers[0].checked
+                how = "changed with the update; answers differ from those before by up to "
+                if before == str(checkpoint):
+                    how = "0 of them changed with the update, as in the files"
+                assert checked.startswith(
+                    f"11 of 27 parameters equal to the files; 16 are kept in another layout, {how}"
+                )
+                assert engine.held == str(checkpoint)
