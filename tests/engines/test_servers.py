@@ -5,14 +5,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+import http_server
 import pytest
 from engine_files import EngineFiles
 from engine_server import serving
-from loopback import answering
+from http_server import Answer, FakeHandler, FakeServer, Fault, Request
 
 from ft_ckpt import publish
 from ft_ckpt.engines import client as client_module
@@ -24,35 +24,17 @@ TOKEN = "sk-VERYSECRET0123"
 
 
 @contextmanager
-def answered(action: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """A server that does `action` for each request: its URL, and the headers of the requests that came."""
-    seen: list[dict[str, str]] = []
+def answered(reply: Answer | Callable[[FakeHandler], Answer], *faults: Fault) -> Iterator[FakeServer]:
+    """A server that gives this answer to each request, or the one that `reply` makes of it."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    class Handler(FakeHandler):
+        def answer(self, request: Request) -> Answer:
+            return reply if isinstance(reply, Answer) else reply(self)
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-        def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            seen.append(dict(self.headers))
-            self.close_connection = True
-            action(self)
-
-        do_POST = do_GET  # noqa: N815 - http.server's name
-
-    with answering(Handler) as url:
-        yield url, seen
-
-
-def send(handler: BaseHTTPRequestHandler, content: bytes, status: int = 200, **headers: str) -> None:
-    """Answer a request."""
-    handler.send_response(status)
-    for name, value in {"Content-Length": str(len(content)), **headers}.items():
-        handler.send_header(name, value)
-    handler.end_headers()
-    handler.wfile.write(content)
+    server = FakeServer()
+    server.faults = list(faults)
+    with http_server.serving(server, Handler):
+        yield server
 
 
 @pytest.fixture
@@ -62,13 +44,13 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("token")
 def test_the_token_is_sent_and_never_shown() -> None:
-    def echo(handler: BaseHTTPRequestHandler) -> None:
-        send(handler, f"denied: {handler.headers['Authorization']}".encode(), 401)
+    def echo(handler: FakeHandler) -> Answer:
+        return Answer(401, f"denied: {handler.headers['Authorization']}")
 
-    with answered(echo) as (url, seen):
-        client = Client(url)
+    with answered(echo) as server:
+        client = Client(server.url)
         answer = client.post("/pause")
-        assert seen[0]["Authorization"] == f"Bearer {TOKEN}"
+        assert server.requests[0].headers["authorization"] == f"Bearer {TOKEN}"
         assert "denied" in answer.quoted
         with pytest.raises(EngineError, match="refused: 401 denied") as raised:
             client.expect(answer, "pausing")
@@ -87,36 +69,38 @@ def test_the_token_is_sent_and_never_shown() -> None:
     ],
 )
 def test_a_header_that_is_echoed_is_not_shown(name: str, value: str, echoed: str) -> None:
-    with answered(lambda handler: send(handler, f"denied: {echoed}".encode(), 401)) as (url, _):
-        answer = Client(url, {name: value}).post("/pause")
+    with answered(Answer(401, f"denied: {echoed}")) as server:
+        answer = Client(server.url, {name: value}).post("/pause")
         assert "denied" in answer.quoted
         assert TOKEN not in answer.quoted
 
 
 @pytest.mark.usefixtures("token")
 def test_a_header_argument_goes_before_the_environment() -> None:
-    with answered(lambda handler: send(handler, b"{}")) as (url, seen):
-        Client(url, {"authorization": "Basic b3RoZXI="}).get("/version")
-        assert "Bearer" not in str(seen)
-        assert "Basic" not in repr(Client(url, {"authorization": "Basic b3RoZXI="}))
+    with answered(Answer(200)) as server:
+        client = Client(server.url, {"authorization": "Basic b3RoZXI="})
+        client.get("/version")
+        assert "Bearer" not in str(server.requests)
+        assert "Basic" not in repr(client)
 
 
 @pytest.mark.usefixtures("token")
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_a_redirect_is_not_followed(status: int) -> None:
-    with answered(lambda handler: send(handler, b"{}")) as (elsewhere, seen):
-        goes = {"Location": f"{elsewhere}/x?token={TOKEN}"}
-        with answered(lambda handler: send(handler, b"", status, **goes)) as (url, _):
-            for call in (Client(url).get, Client(url).post):
+    with answered(Answer(200)) as elsewhere:
+        location = {"Location": f"{elsewhere.url}/x?token={TOKEN}"}
+        with answered(Answer(status, b"", location)) as server:
+            client = Client(server.url)
+            for call in (client.get, client.post):
                 with pytest.raises(EngineError, match="redirected to http://127") as raised:
                     call("/v1/models")
                 assert TOKEN not in str(raised.value)
-    assert not seen
+    assert not elsewhere.requests
 
 
 def test_a_header_value_does_not_change_what_is_read() -> None:
-    with answered(lambda handler: send(handler, b'{"version": "0.32.1"}')) as (url, _):
-        assert Client(url, {"X-Priority": "1"}).get("/version").document == {"version": "0.32.1"}
+    with answered(Answer(200, {"version": "0.32.1"})) as server:
+        assert Client(server.url, {"X-Priority": "1"}).get("/version").document == {"version": "0.32.1"}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +127,7 @@ def test_a_password_in_the_address_is_refused_and_not_shown() -> None:
     assert TOKEN not in str(raised.value)
 
 
-def _dribble(handler: BaseHTTPRequestHandler, content: bytes) -> None:
+def _dribble(handler: FakeHandler, content: bytes) -> None:
     try:
         for place in range(len(content)):
             handler.wfile.write(content[place : place + 1])
@@ -163,48 +147,48 @@ def test_a_server_that_dribbles_is_given_up_in_time(where: str) -> None:
         "silence": b"",
     }[where]
 
-    def act(handler: BaseHTTPRequestHandler) -> None:
+    def act(handler: FakeHandler) -> Answer:
         handler.wfile.write(whole[: -len(whole) % 400])
         if whole:
             _dribble(handler, whole)
         else:
-            time.sleep(1.5)
+            handler.fake.over.wait(1.5)
+        raise ConnectionError
 
-    with answered(act) as (url, _):
+    with answered(act) as server:
         begun = time.monotonic()
         with pytest.raises(EngineError, match=r"no answer \(not in 0.4 s\)"):
-            Client(url, timeout_seconds=0.4).get("/weight_info")
+            Client(server.url, timeout_seconds=0.4).get("/weight_info")
         assert time.monotonic() - begun < 1.4
 
 
 def test_an_answer_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_ANSWER_LIMIT_BYTES", 1 << 20)
-    for headers in ({}, {"Content-Length": str(2 << 20)}):
+    for headers in ("", f"Content-Length: {2 << 20}\r\n"):
 
-        def act(handler: BaseHTTPRequestHandler, headers: dict[str, str] = headers) -> None:
-            handler.send_response(200)
-            for name, value in headers.items():
-                handler.send_header(name, value)
-            handler.end_headers()
+        def act(handler: FakeHandler, headers: str = headers) -> Answer:
+            handler.wfile.write(f"HTTP/1.1 200 OK\r\n{headers}\r\n".encode())
             for _ in range(32):
                 handler.wfile.write(b" " * (1 << 16))
+            raise ConnectionError
 
-        with answered(act) as (url, _), pytest.raises(EngineError, match="an answer of more than 1 MiB"):
-            Client(url).get("/weight_checker")
+        with answered(act) as server, pytest.raises(EngineError, match="an answer of more than 1 MiB"):
+            Client(server.url).get("/weight_checker")
 
 
 def test_an_answer_that_ends_early_is_none() -> None:
-    def act(handler: BaseHTTPRequestHandler) -> None:
-        send(handler, b'{"version": "1"}', **{"Content-Length": "400"})
-
-    with answered(act) as (url, _), pytest.raises(EngineError, match="no answer"):
-        Client(url).get("/version")
+    document = b'{"version": "1"}'
+    with (
+        answered(Answer(200, document.ljust(400)), Fault(keeps_bytes=len(document))) as server,
+        pytest.raises(EngineError, match="no answer"),
+    ):
+        Client(server.url).get("/version")
 
 
 def test_control_characters_of_an_answer_are_escaped() -> None:
     hostile = json.dumps({"error": "x"}).encode() + b"\x1b[2J\r\n\xff\xe2\x80\xae"
-    with answered(lambda handler: send(handler, hostile, 500)) as (url, _):
-        client = Client(url)
+    with answered(Answer(500, hostile)) as server:
+        client = Client(server.url)
         with pytest.raises(EngineError) as raised:
             client.expect(client.get("/resume"), "resuming")
         assert str(raised.value).isprintable()
@@ -212,15 +196,18 @@ def test_control_characters_of_an_answer_are_escaped() -> None:
 
 
 def test_nothing_answers() -> None:
-    with answered(lambda _: None) as (url, _), pytest.raises(EngineError, match=r"no answer .*is the server up"):
-        Client(url).get("/v1/models")
+    with (
+        answered(Answer(200), Fault(cuts="before")) as server,
+        pytest.raises(EngineError, match=r"no answer .*is the server up"),
+    ):
+        Client(server.url).get("/v1/models")
     with pytest.raises(EngineError, match=r"no answer \(Connection refused\)"):
-        Client(url).get("/v1/models")
+        Client(server.url).get("/v1/models")
 
 
 def test_deep_json_is_none() -> None:
-    with answered(lambda handler: send(handler, b"[" * 100_000)) as (url, _):
-        assert Client(url).get("/v1/models").document is None
+    with answered(Answer(200, b"[" * 100_000)) as server:
+        assert Client(server.url).get("/v1/models").document is None
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -240,16 +227,14 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_engines_are_refused_by_name(name: str, files: EngineFiles) -> None:
     pages, expected = OTHERS[name]
-    methods = set()
 
-    def act(handler: BaseHTTPRequestHandler) -> None:
-        methods.add(handler.command)
-        found = pages.get(handler.path)
-        send(handler, json.dumps(found).encode(), 404 if found is None else 200)
+    def look_up(handler: FakeHandler) -> Answer:
+        page = pages.get(handler.path)
+        return Answer(404 if page is None else 200, page)
 
-    with answered(act) as (url, _), pytest.raises(ConfigError, match=expected):
-        publish(files.adapters[0], url, timeout_seconds=5)
-    assert methods == {"GET"}
+    with answered(look_up) as server, pytest.raises(ConfigError, match=expected):
+        publish(files.adapters[0], server.url, timeout_seconds=5)
+    assert {request.method for request in server.requests} == {"GET"}
 
 
 def test_engines_say_who_they_are(files: EngineFiles) -> None:
@@ -262,8 +247,8 @@ def test_engines_say_who_they_are(files: EngineFiles) -> None:
 
 def test_a_path_that_is_no_text_is_not_known() -> None:
     models = {"data": [{"id": "m", "root": 5, "owned_by": "vllm"}, {"id": "a", "root": [1], "parent": "m"}]}
-    with answered(lambda handler: send(handler, json.dumps(models).encode())) as (url, _):
-        served = connect(Client(url)).served()
+    with answered(Answer(200, models)) as server:
+        served = connect(Client(server.url)).served()
         assert (served.base, served.base_path, served.adapters) == ("m", None, {"a": None})
 
 
