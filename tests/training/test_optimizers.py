@@ -12,10 +12,11 @@ import torch
 import wrappers
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from on_ranks import RANK, call_on_ranks
+from on_ranks import RANK, call_on_ranks, on_ranks
 from optimizers import KINDS, Around, ScheduleFree, Small, matrices, network
 from seeds import chosen_seed, examples
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from wrappers import WRAPPERS, truth
 
 from ft_ckpt import CheckpointSaver
@@ -536,3 +537,11 @@ def refuse_on_ranks(wrapper, folder):
     saver = saver_of(live, folder)
     with pytest.raises(CheckpointError, match=r"sides: .*not cut like the parameter|sides: list|rank \d"):
         train_on_ranks(live, saver, 0, 1)
+
+
+@on_ranks(2, timeout=280)
+def test_torchs_optimizer_that_shares_state_out_is_refused_on_all_ranks(tmp_path):
+    model = network()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    with pytest.raises(SelectionError, match="optimizer: its 'optim' is an optimizer with state of its own"):
+        CheckpointSaver(None, tmp_path, **TOLD).register(model=model, optimizer=optimizer)
