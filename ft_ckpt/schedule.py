@@ -420,10 +420,15 @@ def _before_deadline(every: Every, history: History, now: float, now_unix: float
     The second case covers work inside the margin and jobs as short as the margin; only while two saves fit.
     """
     deadline = every.deadline_unix()
-    if deadline is None or not 0 < (left := deadline - now_unix) <= (margin := _deadline_margin(every, history)):
+    if deadline is None:
         return False
-    waited = now - history.saved_at
-    return left + waited > margin or (waited >= left >= 2 * (history.save_seconds or 0))
+    seconds_left, margin = deadline - now_unix, _deadline_margin(every, history)
+    if not 0 < seconds_left <= margin:
+        return False
+    unsaved_seconds = now - history.saved_at
+    is_first_in_margin = seconds_left + unsaved_seconds > margin
+    two_saves_fit = seconds_left >= 2 * (history.save_seconds or 0)
+    return is_first_in_margin or (unsaved_seconds >= seconds_left and two_saves_fit)
 
 
 def _deadline_margin(every: Every, history: History) -> float:

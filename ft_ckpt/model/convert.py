@@ -257,10 +257,14 @@ def rename_tensors(names: Iterable[str], table: Names) -> dict[str, str]:
             new[name] = table.get(name, name)
         else:
             new[name] = table[rule][:-1] + name[len(rule) - 1 :]
-    taken: dict[str, str] = {}
-    both = [f"{name} and {taken[now]} -> {now}" for name, now in new.items() if taken.setdefault(now, name) != name]
-    if both:
-        raise SelectionError(f"{listing(both)}: two tensors would have one name; rename one of them differently")
+    first_names: dict[str, str] = {}
+    conflicts = []
+    for name, renamed in new.items():
+        first = first_names.setdefault(renamed, name)
+        if first != name:
+            conflicts.append(f"{name} and {first} -> {renamed}")
+    if conflicts:
+        raise SelectionError(f"{listing(conflicts)}: two tensors would have one name; rename one of them differently")
     return new
 
 

@@ -275,7 +275,8 @@ class SaveRunner:
         if future is None or ranks.size == 1:
             return future is not None and future.done()
         self._steps_in_flight += 1
-        if self._steps_in_flight % 64 and self._steps_in_flight & (self._steps_in_flight - 1):
+        is_power_of_two = self._steps_in_flight.bit_count() == 1
+        if not is_power_of_two and self._steps_in_flight % 64:
             return False
         ended = {"ended": future.done()}
         return bool(ranks.agree("saver.step()", ended, decide=lambda values: all(v["ended"] for v in values)).result)

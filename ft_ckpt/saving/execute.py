@@ -6,7 +6,7 @@ All ranks agree before a tensor moves and at the commit. The call of a backgroun
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ft_ckpt.checkpoint.checks import stored_bytes
@@ -69,6 +69,17 @@ class SaveJob:
         return store_of_rank(self.agreed.stage, self.request.target, self.config)
 
 
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """What one try of a save begins with."""
+
+    request: SaveRequest | None
+    error: BaseException | None = None  # that prevented the request
+    prepared: PreparedSave | None = None
+    tries: int = 0  # that ended with a full disk
+    changed: frozenset[str] = frozenset()  # frozen files that no earlier checkpoint has, as these tries found
+
+
 def run_save(
     request: SaveRequest | None,
     error: BaseException | None,
@@ -83,64 +94,61 @@ def run_save(
     `begun` is the time of the call, by `time.monotonic`; `prepared` what was done before; `shared` caches which folders
     all ranks see. Raises what `CheckpointSaver.save` raises.
     """
-    changed: frozenset[str] = frozenset()  # frozen files that no earlier checkpoint has, as earlier tries found
-    tries = 0
-    while True:
-        staged, error = _plan_and_stage(request, prepared, error, ranks, config, tries, changed)
-        try:
-            # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
-            agreed = agree_on_plan("save()", request, staged, error, ranks, config)
-            assert staged is not None, "the agreement has raised the error"
-            request = agreed.request
-            if agreed.replicas_differ:
-                prepared = None
-                continue
-            job = _make_job(request, staged, agreed, prepared, ranks, config)
-            reused, error = _reuse_files(job)
-            written, error = _write_files(job, reused, shared, error)
-            report = _commit_on_all(job, written, error, begun)
-        except BaseException:
-            shared.forget()
-            raise
-        finally:
-            if staged is not None and staged.staging is not None:
-                staged.staging.discard()
+    outcome = _try_save(Attempt(request, error, prepared), ranks, config, begun, shared)
+    while isinstance(outcome, Attempt):
+        outcome = _try_save(outcome, ranks, config, begun, shared)
+    return outcome
+
+
+def _try_save(
+    attempt: Attempt, ranks: Ranks, config: SaverConfig, begun: float, shared: SharedFolders
+) -> SaveReport | Attempt:
+    """One try of a save: its report, or the try that has to follow. Collective."""
+    staged, error = _plan_and_stage(attempt, ranks, config)
+    try:
+        # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
+        agreed = agree_on_plan("save()", attempt.request, staged, error, ranks, config)
+        assert staged is not None, "the agreement has raised the error"
+        if agreed.replicas_differ:
+            return replace(attempt, request=agreed.request, prepared=None)
+        job = _make_job(staged, agreed, attempt.prepared, ranks, config)
+        reused, error = _reuse_files(job)
+        written, error = _write_files(job, reused, shared, error)
+        report = _commit_on_all(job, written, error, begun)
         if report is not None:
             return report
         # The disk is full, and the settings say to try again.
-        prepared, error = prepared or PreparedSave(staged.plan), None
-        changed, tries = changed | (agreed.offers.keys() - reused.digests.keys()), tries + 1
+        changed = attempt.changed | (agreed.offers.keys() - reused.digests.keys())
+        prepared = attempt.prepared or PreparedSave(staged.plan)
+        return Attempt(agreed.request, None, prepared, attempt.tries + 1, changed)
+    except BaseException:
+        shared.forget()
+        raise
+    finally:
+        if staged is not None and staged.staging is not None:
+            staged.staging.discard()
 
 
 def _plan_and_stage(
-    request: SaveRequest | None,
-    prepared: PreparedSave | None,
-    error: BaseException | None,
-    ranks: Ranks,
-    config: SaverConfig,
-    tries: int,
-    changed: frozenset[str],
+    attempt: Attempt, ranks: Ranks, config: SaverConfig
 ) -> tuple[StagedSave | None, BaseException | None]:
     """Plan the save unless it is planned, and open the stage on rank 0. Errors are returned for the next agreement."""
-    if request is None or error is not None:
-        return None, error
+    request, prepared = attempt.request, attempt.prepared
+    if request is None or attempt.error is not None:
+        return None, attempt.error
 
     def stage() -> StagedSave:
         plan = plan_save(request, ranks, config) if prepared is None else prepared.plan
         is_snapshot = prepared is not None and prepared.writes is not None
-        return prepare_stage(request, plan, ranks, config, tries, changed, may_gather=not is_snapshot)
+        return prepare_stage(request, plan, ranks, config, attempt.tries, attempt.changed, may_gather=not is_snapshot)
 
     return ranks.attempt(explained(request.target)(stage))
 
 
 def _make_job(
-    request: SaveRequest,
-    staged: StagedSave,
-    agreed: AgreedSave,
-    prepared: PreparedSave | None,
-    ranks: Ranks,
-    config: SaverConfig,
+    staged: StagedSave, agreed: AgreedSave, prepared: PreparedSave | None, ranks: Ranks, config: SaverConfig
 ) -> SaveJob:
+    request = agreed.request
     writes = None if prepared is None else prepared.writes
     if writes is None:
         writes = plan_writes(staged.plan, request.target, config, ranks.size, state_dict=agreed.state_dict)

@@ -82,9 +82,11 @@ def merge_descriptions(descriptions: Sequence[Description]) -> Description:
     state: dict[str, dict[str, Any]] = {}
     for rank, description in enumerate(descriptions):
         for name, entries in description["state"].items():
-            known = state.setdefault(name, {})
-            _refuse_differing_containers(name, known, entries, rank)
-            known.update({k: {**v, "rank": rank} if rank else v for k, v in entries.items() if k not in known})
+            merged = state.setdefault(name, {})
+            _refuse_differing_containers(name, merged, entries, rank)
+            for key, entry in entries.items():
+                if key not in merged:
+                    merged[key] = {**entry, "rank": rank} if rank else entry
     together = {**descriptions[0], "state": state}
     by_setting: dict[str, list[int]] = {}
     for rank, description in enumerate(descriptions):
