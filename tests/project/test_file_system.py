@@ -24,13 +24,19 @@ OF_PATHS = {
 
 # The floor: what a store and the fast road beside it are made of.
 STORAGE = {"direct_io", "libc", "local_disk", "local_file", "local_store", "locks", "mounts", "read_ahead"}
-STORAGE |= {"scratch", "trials"}  # files for libraries that want paths; trials of a file system
+STORAGE |= {
+    "place",
+    "scratch",
+    "trials",
+}  # paths as places; files for libraries that want paths; trials of a file system
 # The commit protocol of folders, its recovery and its opposite, locks of readers and runs, and open files kept open.
-CHECKPOINT = {"commit", "delete", "guards", "open_checkpoint", "run_lease"}
+CHECKPOINT = {"commit", "delete", "guards", "open_checkpoint", "open_folder", "run_lease"}
 # A folder for a trainer class that writes files, with links to the neighbours of the checkpoint.
 TRAINERS = {"integrations/trainer_layout"}
 # Signatures of folders on a disk, by a library that reads paths; a signature beside a copy.
 SIGNATURES = {"checkpoint/sign", "checkpoint/signature", "transfer/signatures"}
+# Repositories and buckets of the Hub, by a library that takes paths and patterns of names.
+HUB = {"transfer/hub", "transfer/hub_buckets"}
 # Standard output.
 STREAMS = {"cli/options"}
 # Accelerate reads its folders itself, and nodes that see no checkpoint get one in their temporary folder.
@@ -65,7 +71,7 @@ def test_who_knows_the_file_system():
     allowed = (
         {f"storage/{name}" for name in STORAGE} | {f"checkpoint/{name}" for name in CHECKPOINT} | SIGNATURES | TRAINERS
     )
-    assert {name: why for name, why in known.items() if name not in allowed | STREAMS | WORDS | TRAINING} == {}, (
+    assert {name: why for name, why in known.items() if name not in allowed | STREAMS | WORDS | TRAINING | HUB} == {}, (
         "ask a store"
     )
     assert allowed - known.keys() == set(), "no longer: take them off the list"

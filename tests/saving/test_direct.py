@@ -23,15 +23,15 @@ from tuning import blocks_of
 from wrappers import WRAPPERS
 
 from ft_ckpt import CheckpointSaver, latest, verify
-from ft_ckpt.checkpoint import checks
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.distributed import gather
 from ft_ckpt.errors import CorruptError, NoSpaceError, RankError
 from ft_ckpt.saving import shared_folders, write_plan
-from ft_ckpt.storage import read_ahead as blocks
 from ft_ckpt.storage import writer
 from ft_ckpt.storage.digests import Cut, FileRecord, joined_digest, rank_parts, read_record
+from ft_ckpt.storage.local_file import MappedBytes
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.verify_files import digest_problems
 
 SHORT = {"enter_timeout_seconds": 60, "on_difference": "ignore", "io_threads": 2}
 
@@ -280,7 +280,8 @@ def test_every_byte_counts(tmp_path):
         path.write_bytes(content)
         assert digest_like(path, record) != whole
     path.write_bytes(bytes(range(19)))
-    assert digest_like(path, record) != whole
+    with pytest.raises(CorruptError, match="truncated: 19 bytes, but the manifest lists 20"):
+        digest_like(path, record)
     assert digest_like(path, FileRecord("file", 19, "")) == read_record(LocalStore(tmp_path), "file").digest
     assert digest_like(path, FileRecord("file", 19, "", (), 2)).startswith("xxh3-128-of-ranks:")
     assert joined_digest(["a", "b"]) != joined_digest(["b", "a"])
@@ -289,7 +290,7 @@ def test_every_byte_counts(tmp_path):
 @settings(max_examples=examples(25), deadline=None)
 @given(cut_files(), st.integers(1, 3 << 20))
 def test_a_digest_is_the_same_however_the_file_is_read(tmp_path_factory, file, scale):
-    """A large file is read ahead by other threads, a small one at once; both are what each rank has hashed."""
+    """A large file is mapped, a small one read; both are what each rank has hashed."""
     size, cuts = (
         file[0] * scale % (40 << 20),
         tuple(
@@ -310,8 +311,13 @@ def test_a_digest_is_the_same_however_the_file_is_read(tmp_path_factory, file, s
 def test_a_large_file_that_is_cut_short_while_it_is_read_is_told(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_bytes(bytes(20 << 20))
-    real = blocks.read_ahead
-    monkeypatch.setattr(blocks, "read_ahead", lambda runs: os.truncate(path, 7 << 20) or real(runs))
+    real = MappedBytes.read_in
+
+    def cut_short(mapped, start, stop):
+        os.truncate(path, 7 << 20)
+        return real(mapped, start, stop)
+
+    monkeypatch.setattr(MappedBytes, "read_in", cut_short)
     with pytest.raises(CorruptError, match="file: changed while it was open, 20971520 bytes then and 7340032 now"):
         read_record(LocalStore(tmp_path), "file")
 
@@ -325,5 +331,6 @@ def test_a_large_file_that_cannot_be_read_on_is_a_problem_of_its_checkpoint(tmp_
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", broken)
-    (problem,) = checks._digest_problems(LocalStore(tmp_path / "checkpoint"), [large])
+    monkeypatch.setattr(MappedBytes, "read_in", lambda mapped, start, stop: False)  # nor into the page cache
+    (problem,) = digest_problems(LocalStore(tmp_path / "checkpoint"), [large])
     assert problem.startswith("model.safetensors: cannot be read (")
