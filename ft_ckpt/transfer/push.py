@@ -265,7 +265,7 @@ def push_goal(destination: str, **options: Any) -> str | Place:
 
 
 def pull(
-    source: str | Place,
+    source: Checkpoint,
     folder: str | os.PathLike[str] | None = None,
     *,
     token: str | None = None,
@@ -296,6 +296,8 @@ def pull(
     target = None if folder is None else local_path(folder)
     if not isinstance(source, (str, os.PathLike, Place)):
         raise ConfigError(f"pull: {short(source)}, expected hf://user/name, the URL of a checkpoint, or its path")
+    if isinstance(source, os.PathLike):
+        source = os.fspath(source)
     is_here = isinstance(source.store, LocalStore) if isinstance(source, Place) else Path(source).is_absolute()
     fetcher = importlib.import_module("ft_ckpt.transfer.buckets") if is_here else _module_for(source)
     report: PullReport = fetcher.fetch_checkpoint(source, target, token=token, overwrite=overwrite)
